@@ -28,7 +28,7 @@ LIGHT_ROLES = {
     "reward": "hpcrl.roles.reward",
     "courier": "hpcrl.weights.couriers.__main__",
     "guardian": "hpcrl.job.guardian",
-    "driver": "hpcrl.job.driver, hpcrl.job.runtime",
+    "driver": "hpcrl.job.driver, hpcrl.job.executors",
 }
 PAUSED = """
 from hpcrl.system.garbage import pause_collection

@@ -14,7 +14,8 @@ batch_log        notes in the log of the batch script
 component_holder  hold the nodes of a component in a separate job
 guardian         run the driver and clean up after it
 driver_pulse     find out that the driver hangs
-runtime          start workers with Parsl
+runtime          start the trainer, and the workers of other roles
+executors        executors of Parsl for roles and reward jobs
 parsl_providers  Parsl blocks as steps and as jobs
 interchange      the interchange of Parsl, which ends with the driver
 worker_pool      the worker pool of Parsl

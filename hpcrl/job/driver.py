@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,6 +49,7 @@ from hpcrl.job.own_lease import take_campaign_lease
 from hpcrl.job.progress_watch import ProgressWatch, watch_campaign
 from hpcrl.job.record_watch import RecordWatch
 from hpcrl.job.reward_tasks import RewardScoring
+from hpcrl.job.runtime import JobRuntime
 from hpcrl.job.supervision import (
     MAX_DRAIN_SHARE,
     DrainMargin,
@@ -71,10 +71,6 @@ from hpcrl.system.files import make_private_dir, publish_file, remove_path
 from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import do_nothing
 from hpcrl.system.variables import KILL_WAIT_VARIABLE
-
-if TYPE_CHECKING:
-    from hpcrl.job.runtime import JobRuntime
-
 
 DRIVER_ROUND_INTERVAL_S = 0.1
 LIMIT_OUTCOMES: dict[EndCause, JobOutcome] = {"goal-reached": "done", "budget-used": "stopped"}
@@ -253,8 +249,6 @@ class JobDriver:
 
     def _run_job(self) -> JobEnd:
         """Start everything, supervise, end everything; return how the job ended."""
-        from hpcrl.job.runtime import JobRuntime  # it imports parsl: only here, and late
-
         for number in self.campaign.job_numbers():  # of a job that was killed: they would keep nodes
             if number < self.job.number:
                 cancel_components(self.campaign.job(number))
@@ -301,7 +295,7 @@ class JobDriver:
         note_in_log(f"hpcrl: job {self.job.number} {end.outcome}: {end.reason}")
         return end
 
-    def _close(self, runtime: "JobRuntime") -> None:
+    def _close(self, runtime: JobRuntime) -> None:
         """End everything that was started; what fails, as on a full disk, is left to the guardian."""
         for close in (
             self.weight_plane.close,
@@ -327,7 +321,7 @@ class JobDriver:
         known = next_job.campaign_outcome(last, state=next_job.query_end_state(last))
         return None if known is None else JobEnd(outcome=known[0], reason=known[1])
 
-    def _supervise(self, runtime: "JobRuntime", allocation: JobAllocation) -> JobEnd:
+    def _supervise(self, runtime: JobRuntime, allocation: JobAllocation) -> JobEnd:
         watch = watch_campaign(
             self.campaign,
             recipe=self.recipe,
@@ -374,7 +368,7 @@ class JobDriver:
         self.turned_at = now
 
     def _watch_workers(
-        self, runtime: "JobRuntime", *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch
+        self, runtime: JobRuntime, *, trainer_code: int | None, watch: ProgressWatch, domains: DomainWatch
     ) -> None:
         """Restart what has failed, start what has work, and end a job that makes no progress."""
         self.weight_plane.poll()
@@ -389,7 +383,7 @@ class JobDriver:
         if why := domains.find_end():
             raise JobError(why, cause="user-code")
 
-    def _find_end(self, runtime: "JobRuntime", code: int | None) -> JobEnd | None:
+    def _find_end(self, runtime: JobRuntime, code: int | None) -> JobEnd | None:
         """Return how the job ends, if it does now; `code` is the exit code of the trainer."""
         drain_reason = self.drain.limits.reason
         if code == EXIT_DONE:

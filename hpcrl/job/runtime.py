@@ -1,49 +1,36 @@
-"""Run the workers of one job with Parsl: one executor per role over its component, and one for reward jobs.
+"""Run the workers of one job: the trainer as a step, those of other roles with Parsl.
 
     JobRuntime      start and end the workers of a job
     StepLog         what the log of the trainer's steps has of their last start
     ask_to_end      publish a request to end
+    make_pool_command   the command of a worker pool
     PARSL_ROLES, WEIGHT_ROLES, ELASTIC_EXECUTOR   roles and executors
-    HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S   times
-    WORKER_FUNCTION                                                   the function of workers
-    STEP_COMMAND, RANKS_COMMAND, INTERCHANGE_COMMAND, POOL_COMMAND, POOL_OPTIONS   what processes run
+    TRAINER_END_GRACE_S, KERNEL_STOP_TIMEOUT_S    times
+    WORKER_FUNCTION                               the function of workers
+    STEP_COMMAND, RANKS_COMMAND, POOL_COMMAND     what processes run
 
-Every node of a role's component is one Parsl block, started as a separate Slurm step (so that a lost node ends only
-one step), or as a process group on a machine without a scheduler; a site may have one step for all nodes of a role.
-Task arguments are names, never data.
+All others wait for the trainer, and Parsl takes long to import: it is imported once the trainer is starting.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING
 
-import parsl  # noqa: TID251
-from parsl.config import Config  # noqa: TID251
-from parsl.executors import HighThroughputExecutor  # noqa: TID251
-from parsl.executors.high_throughput.errors import ManagerLost  # noqa: TID251
-from parsl.jobs.error_handlers import noop_error_handler  # noqa: TID251
-from parsl.providers.base import ExecutionProvider  # noqa: TID251
-
+from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.pipeline import SCORE_FUNCTION
 from hpcrl.config.recipe import RoleName
 from hpcrl.config.site import Site
 from hpcrl.job.batch_log import note_in_log
 from hpcrl.job.courier_step import TransportCommand
-from hpcrl.job.parsl_providers import JobProvider, StepProvider
 from hpcrl.job.trainer_end import has_lacked_memory
-from hpcrl.job.worker_pool import call_by_name
 from hpcrl.plan.components import JobComponent, RewardJobPlan
 from hpcrl.plan.plan import Plan, RolePlan
 from hpcrl.slurm.allocation import JobAllocation, name_step
@@ -57,13 +44,14 @@ from hpcrl.system.processes import do_nothing, end_groups
 from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
 from hpcrl.weights.versions import TransportName
 
+if TYPE_CHECKING:
+    from hpcrl.job.executors import JobExecutors
+
 PARSL_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "env", "reward")
 WEIGHT_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "train")
 """Roles that publish or load weights."""
 ELASTIC_EXECUTOR = "reward-jobs"
 """The executor whose blocks are started and ended with the work."""
-HEARTBEAT_INTERVAL_S = 5
-HEARTBEAT_TIMEOUT_S = 20
 TRAINER_END_GRACE_S = 5.0
 """The time that the steps of a trainer may take to end before another start."""
 KERNEL_STOP_TIMEOUT_S = 10.0
@@ -71,27 +59,13 @@ WORKER_FUNCTION = "hpcrl.roles.__main__:work"
 
 STEP_COMMAND = ("-m", "hpcrl.job.step")
 RANKS_COMMAND = ("-m", "hpcrl.job.ranks")
-INTERCHANGE_COMMAND = ("-m", "hpcrl.job.interchange")
 POOL_COMMAND = ("-m", "hpcrl.job.worker_pool")
-POOL_OPTIONS = (
-    "{max_workers_per_node}",
-    "--addresses={addresses}",
-    "--prefetch={prefetch_capacity}",
-    "--cores_per_worker={cores_per_worker}",
-    "--mem_per_worker={mem_per_worker}",
-    "--poll={poll_period}",
-    "--port={worker_port}",
-    "--cert_dir={cert_dir}",
-    "--logdir={logdir}",
-    "--logconf={logconf}",
-    "--block_id={{block_id}}",
-    "--hb_period={heartbeat_period}",
-    "--hb_threshold={heartbeat_threshold}",
-    "--drain_period={drain_period}",
-    "--cpu-affinity={cpu_affinity}",
-    "--mpi-launcher={mpi_launcher}",
-)
-"""The options of Parsl's worker pool, one a line, so that paths may contain spaces; `StepProvider` splits them."""
+
+
+def make_pool_command(job: JobDir, role: str, *, python: str) -> list[str]:
+    """Return the command of a worker pool, which runs in a step until the job ends; Parsl adds its options."""
+    step = [python, *STEP_COMMAND, str(job.root), str(job.end)]
+    return [*step, python, *POOL_COMMAND, role, str(job.campaign.root)]
 
 
 def ask_to_end(path: Path) -> None:
@@ -134,57 +108,74 @@ class JobRuntime:
         self._site = site
         self._allocation = allocation
         self._address = address
-        self._steps: dict[str, StepProvider] = {}
-        self._executors: dict[str, HighThroughputExecutor] = {}
-        self._lost_pools: SimpleQueue[tuple[str, str]] = SimpleQueue()
-        """The executors and hosts of worker pools that have fallen silent."""
-        self._reward_jobs: StepProvider | JobProvider | None = None
-        self._kernel: parsl.DataFlowKernel | None = None
+        self._executors: JobExecutors | None = None
         self.step_log = StepLog(self._job.log("train-step"))
         self._trainer: list[subprocess.Popen[bytes]] = []
         self._num_starts = 0
 
     def start(self) -> None:
-        """Start the executors; workers connect while the caller continues."""
-        logging.getLogger("parsl").setLevel(logging.WARNING)
-        for role in filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)):
-            self._executors[role] = self._role_executor(self._plan.role(role))
-        if self._plan.reward_jobs is not None:
-            self._reward_jobs = self._elastic_provider(self._plan.reward_jobs)
-            num = self._plan.reward_jobs.workers_per_job
-            self._executors[ELASTIC_EXECUTOR] = self._executor(
-                ELASTIC_EXECUTOR,
-                self._reward_jobs,
-                workers_per_node=num,
-                python=choose_step_python(self._find_setup(self._plan.reward_jobs.partition)),
-            )
-        if self._executors:
-            self._start_kernel()
+        """Start the executors; workers connect while the caller continues.
 
-    def _start_kernel(self) -> None:
-        """Start Parsl with the executors, and the worker pools of each as soon as it takes them."""
-        self._kernel = parsl.DataFlowKernel(
-            Config(
-                executors=[],
-                exit_mode="skip",
-                initialize_logging=False,
-                run_dir=str(self._job.parsl),
-                strategy="none",
-                usage_tracking=0,
-            )
+        Where all roles share one machine, reward workers start with their first task: no episode waits for them.
+        """
+        from hpcrl.job.executors import JobExecutors  # it imports parsl: only here, and late
+
+        self._executors = JobExecutors(self._job, address=self._address)
+        for role in filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)):
+            if role != "reward" or self._plan.layout != "local":
+                self._add_role(role)
+        if self._plan.reward_jobs is not None:
+            self._add_reward_jobs(self._executors, self._plan.reward_jobs)
+
+    def _add_role(self, role: RoleName) -> None:
+        """Start the executor of a role and its worker pools."""
+        from hpcrl.job.parsl_providers import StepProvider
+
+        plan = self._plan.role(role)
+        pools = StepProvider(
+            prefixes=self._prefixes(plan),
+            join=partial(self._make_prefix, plan) if self._has_joined_steps else None,
+            log_dir=self._job.logs,
+            end_signal=signal.SIGKILL if self._allocation.job_id is None else signal.SIGTERM,
         )
-        for label, executor in self._executors.items():
-            self._kernel.add_executors([executor])
-            if label in self._steps:  # Parsl itself would start them 5 s later
-                executor.scale_out_facade(self._steps[label].num_first_blocks)
+        python = choose_step_python(self._find_setup(self._plan.components[plan.component].partition))
+        command = make_pool_command(self._job, role, python=python)
+        self._started.add_pools(role, pools, command=command, workers_per_node=plan.workers_per_node)
+
+    def _add_reward_jobs(self, executors: "JobExecutors", reward_jobs: RewardJobPlan) -> None:
+        """Add the executor of reward jobs; on a machine without a scheduler it starts processes instead."""
+        from hpcrl.job.parsl_providers import JobProvider, StepProvider
+
+        setup = self._find_setup(reward_jobs.partition)
+        partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}", *setup.words]
+
+        def script(name: str, command: list[str]) -> str:
+            command = [*partition, *command]
+            return make_reward_script(self._plan, job=self._job, name=name, command=command)
+
+        blocks: JobProvider | StepProvider
+        if self._allocation.job_id is None:
+            prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
+            blocks = StepProvider(prefixes=prefixes, log_dir=self._job.logs)
+        else:
+            blocks = JobProvider(reward_jobs, job=self._job, script=script)
+        command = make_pool_command(self._job, "reward", python=choose_step_python(setup))
+        executors.add_elastic(ELASTIC_EXECUTOR, blocks, command=command, workers_per_node=reward_jobs.workers_per_job)
+
+    @property
+    def _started(self) -> "JobExecutors":
+        assert self._executors is not None
+        return self._executors
 
     def start_worker(self, role: RoleName, index: int) -> "Future[None]":
         """Start a long-lived worker; the future is done when the worker ends."""
-        return self._submit(role, WORKER_FUNCTION, str(self._campaign.root), self._job.number, role, index)
+        return self._started.submit(role, WORKER_FUNCTION, str(self._campaign.root), self._job.number, role, index)
 
     def score(self, segments: list[str], *, shard: int, num_shards: int, elastic: bool) -> "Future[None]":
         """Start a reward task for one shard of the spool "rollouts": in a reward job, or on spare cores."""
-        return self._submit(
+        if not elastic and not self._started.has("reward"):
+            self._add_role("reward")
+        return self._started.submit(
             ELASTIC_EXECUTOR if elastic else "reward",
             SCORE_FUNCTION,
             str(self._campaign.root),
@@ -196,16 +187,15 @@ class JobRuntime:
 
     def num_reward_jobs(self) -> int:
         """Count the reward jobs that wait or run."""
-        return self._reward_jobs.num_running() if self._reward_jobs is not None else 0
+        return self._started.num_blocks(ELASTIC_EXECUTOR) if self._plan.reward_jobs is not None else 0
 
     def start_reward_job(self) -> None:
         """Request one more reward job; if Slurm refuses, the next decision may request it again."""
-        self._executors[ELASTIC_EXECUTOR].scale_out_facade(1)
+        self._started.add_block(ELASTIC_EXECUTOR)
 
     def end_reward_jobs(self) -> None:
         """End all reward jobs."""
-        assert self._reward_jobs is not None
-        self._reward_jobs.cancel_all()
+        self._started.cancel_blocks(ELASTIC_EXECUTOR)
 
     def start_trainer(self) -> None:
         """Start or restart the trainer, as a separate step on each node of its component."""
@@ -297,18 +287,11 @@ class JobRuntime:
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; return their roles and nodes."""
-        while not self._lost_pools.empty():
-            role, host = self._lost_pools.get()
-            if role in self._steps:
-                self._steps[role].end_lost(host)
-        lost = [(role, node) for role, steps in self._steps.items() for node in steps.lost_nodes()]
-        for role, _ in lost:
-            self._executors[role].scale_out_facade(1)
-        return lost
+        return self._started.replace_lost()
 
     def drop_node(self, role: RoleName, node: str) -> bool:
         """Exclude a node from a role and from the transport of weights; False if the role has no other node."""
-        if not self._steps[role].drop_node(node):
+        if not self._started.drop_node(role, node):
             return False
         if node not in self._trainer_nodes():
             self._allocation = self._allocation.without_node(node)
@@ -325,7 +308,7 @@ class JobRuntime:
 
     def num_nodes(self, role: RoleName) -> int:
         """Count the nodes on which worker pools of a role are started."""
-        return self._steps[role].num_nodes
+        return self._started.num_nodes(role)
 
     def close(self, *, grace_s: float, note_turn: Callable[[], object] = do_nothing) -> None:
         """End every worker pool and executor; ask first, since a step that srun ends is killed without notice.
@@ -334,103 +317,19 @@ class JobRuntime:
         """
         deadline = time.monotonic() + grace_s
         ask_to_end(self._job.end)
-        while any(steps.num_running() for steps in self._steps.values()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for steps in self._steps.values():
-            steps.cancel_all()
-        if self._reward_jobs is not None:
-            self._reward_jobs.cancel_all()
-        note_turn()
-        self._end_kernel(timeout_s=min(grace_s, KERNEL_STOP_TIMEOUT_S))
-        for steps in self._steps.values():
-            steps.wait(deadline=deadline)
-        if isinstance(self._reward_jobs, StepProvider):
-            self._reward_jobs.wait(deadline=deadline)
+        if self._executors is not None:
+            while self._executors.num_pools() and time.monotonic() < deadline:
+                time.sleep(0.1)
+            self._executors.cancel_all()
+            note_turn()
+            self._executors.end_kernel(timeout_s=min(grace_s, KERNEL_STOP_TIMEOUT_S))
+            self._executors.await_ends(deadline=deadline)
         note_turn()
         self._end_trainer(grace_s=deadline - time.monotonic())
-
-    def _end_kernel(self, *, timeout_s: float) -> None:
-        """End Parsl, but do not wait forever for an interchange that was killed: the guardian ends what is left."""
-        if self._kernel is not None:
-            cleanup = threading.Thread(target=self._kernel.cleanup, name="parsl's end", daemon=True)
-            cleanup.start()
-            cleanup.join(timeout_s)
-
-    def _submit(self, executor: str, function: str, *args: Any) -> "Future[None]":
-        assert self._kernel is not None
-        future: Future[None] = self._kernel.submit(
-            call_by_name,
-            app_args=(function, *args),
-            executors=[executor],
-            cache=False,
-            ignore_for_cache=[],
-            app_kwargs={},
-        )
-        future.add_done_callback(partial(self._note_lost_pool, executor))
-        return future
-
-    def _note_lost_pool(self, executor: str, future: "Future[None]") -> None:
-        """Note the worker pool of a task that was lost with it; a thread of Parsl calls this."""
-        error = None if future.cancelled() else future.exception()
-        if isinstance(error, ManagerLost):
-            self._lost_pools.put((executor, error.hostname))
 
     @property
     def _has_joined_steps(self) -> bool:
         return self._site.steps_per == "role" and self._allocation.job_id is not None
-
-    def _role_executor(self, role: RolePlan) -> HighThroughputExecutor:
-        steps = self._steps[role.role] = StepProvider(
-            prefixes=self._prefixes(role),
-            join=partial(self._make_prefix, role) if self._has_joined_steps else None,
-            log_dir=self._job.logs,
-            end_signal=signal.SIGKILL if self._allocation.job_id is None else signal.SIGTERM,
-        )
-        python = choose_step_python(self._find_setup(self._plan.components[role.component].partition))
-        return self._executor(role.role, steps, workers_per_node=role.workers_per_node, python=python)
-
-    def _elastic_provider(self, reward_jobs: RewardJobPlan) -> StepProvider | JobProvider:
-        """Make the provider of reward jobs; on a machine without a scheduler it starts processes instead."""
-        setup = self._find_setup(reward_jobs.partition)
-        partition = ["env", f"{PARTITION_VARIABLE}={reward_jobs.partition}", *setup.words]
-        if self._allocation.job_id is None:
-            prefixes = {f"{ELASTIC_EXECUTOR}-{index}": partition for index in range(reward_jobs.max_jobs)}
-            return StepProvider(prefixes=prefixes, log_dir=self._job.logs)
-
-        def script(name: str, command: list[str]) -> str:
-            command = [*partition, *command]
-            return make_reward_script(self._plan, job=self._job, name=name, command=command)
-
-        return JobProvider(reward_jobs, job=self._job, script=script)
-
-    def _executor(
-        self, label: str, provider: ExecutionProvider, *, workers_per_node: int, python: str
-    ) -> HighThroughputExecutor:
-        return HighThroughputExecutor(
-            label=label,
-            provider=provider,
-            address=self._address,
-            launch_cmd="\n".join(
-                [
-                    python,
-                    *STEP_COMMAND,
-                    _escape_template(self._job.root),
-                    _escape_template(self._job.end),
-                    python,
-                    *POOL_COMMAND,
-                    "reward" if label == ELASTIC_EXECUTOR else label,
-                    _escape_template(self._campaign.root),
-                    *POOL_OPTIONS,
-                ]
-            ),
-            interchange_launch_cmd=[sys.executable, *INTERCHANGE_COMMAND],
-            max_workers_per_node=workers_per_node,
-            cores_per_worker=1e-6,  # the plan counts the workers, not Parsl by the cores of the node
-            heartbeat_period=HEARTBEAT_INTERVAL_S,
-            heartbeat_threshold=HEARTBEAT_TIMEOUT_S,
-            block_error_handler=noop_error_handler,
-            encrypted=True,
-        )
 
     def _prefixes(self, role: RolePlan) -> dict[str, list[str]]:
         return {node: self._make_prefix(role, [node]) for node in self._allocation.nodes[role.component]}
@@ -450,8 +349,3 @@ class JobRuntime:
             *(setup.srun_flags if self._allocation.job_id is not None else []),
             *setup.words,
         ]
-
-
-def _escape_template(path: Path) -> str:
-    """Escape a path in Parsl's command, which is passed through str.format twice."""
-    return str(path).replace("{", "{{{{").replace("}", "}}}}")

@@ -323,7 +323,7 @@ def test_folders_do_not_import_each_other(folder, other):
 
 
 OWNERS = {
-    "parsl": {"job/interchange.py", "job/parsl_providers.py", "job/runtime.py", "job/worker_pool.py"},
+    "parsl": {"job/interchange.py", "job/executors.py", "job/parsl_providers.py", "job/worker_pool.py"},
     "mpi4py": {"weights/couriers/mpi_transport.py"},
     "rich": {"commands", "monitor", "staging", "system/terminal.py", "traj"},
     "vllm": {"engines/vllm"},

@@ -12,21 +12,14 @@ from tests.support.campaigns import until
 START_EXECUTOR = """
 import sys, time
 from pathlib import Path
-from types import SimpleNamespace
-import parsl
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job.executors import JobExecutors
 from hpcrl.job.parsl_providers import StepProvider
-from hpcrl.job.runtime import JobRuntime
 
 root = Path(sys.argv[1])
-campaign = CampaignDir(root)
-runtime = JobRuntime(None, place=WorkerPlace(campaign.job(0), "n"), site=None, allocation=None, address="127.0.0.1")
-no_pools = StepProvider(prefixes={"n": []}, log_dir=root)
-executor = runtime._executor("env", no_pools, workers_per_node=1, python=sys.executable)
-options = {"run_dir": str(root), "initialize_logging": False, "strategy": "none", "usage_tracking": 0}
-kernel = parsl.DataFlowKernel(parsl.Config(executors=[executor], **options))
-print(executor.interchange_proc.pid, flush=True)
+executors = JobExecutors(CampaignDir(root).job(0), address="127.0.0.1")
+executors.add_elastic("env", StepProvider(prefixes={"n": []}, log_dir=root), command=["true"], workers_per_node=1)
+print(executors._executors["env"].interchange_proc.pid, flush=True)
 time.sleep(600)
 """
 

@@ -16,21 +16,20 @@ RUN_TASKS = """
 import json, sys
 from pathlib import Path
 from hpcrl.campaign_dir.paths import CampaignDir
-from hpcrl.campaign_dir.workers import WorkerPlace
+from hpcrl.job.executors import JobExecutors
 from hpcrl.job.parsl_providers import StepProvider
-from hpcrl.job.runtime import JobRuntime
+from hpcrl.job.runtime import make_pool_command
 
 root = Path(sys.argv[1])
-place = WorkerPlace(CampaignDir(root).job(0), "n")
-runtime = JobRuntime(None, place=place, site=None, allocation=None, address="127.0.0.1")
-provider = StepProvider(prefixes={"n": []}, log_dir=root)
-runtime._steps["env"] = provider
-runtime._executors["env"] = runtime._executor("env", provider, workers_per_node=1, python=sys.executable)
-runtime._start_kernel()
-num_pools = provider.num_running()
-results = [runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:]]
+job = CampaignDir(root).job(0)
+executors = JobExecutors(job, address="127.0.0.1")
+command = make_pool_command(job, "env", python=sys.executable)
+pools = StepProvider(prefixes={"n": []}, log_dir=root)
+executors.add_pools("env", pools, command=command, workers_per_node=1)
+num_pools = executors.num_pools()
+results = [executors.submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:]]
 print(json.dumps([*results, num_pools]), flush=True)
-runtime._kernel.cleanup()
+executors.end_kernel(timeout_s=60)
 """
 IS_LOADED = "'parsl.dataflow.dflow' in __import__('sys').modules"
 MEMBERS = "__import__('parsl').python_app.__name__, __import__('parsl').executors.ThreadPoolExecutor.__name__"
@@ -54,14 +53,14 @@ KILL_SHARED = (
     + """
 import os, signal, time
 import psutil
-server, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
+server, worker = (executors.submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
 pool = psutil.Process(server).ppid()
 (shared,) = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 shared.kill()
 deadline = time.monotonic() + 60
-while provider.num_running() and time.monotonic() < deadline:
+while pools.num_running() and time.monotonic() < deadline:
     time.sleep(0.2)
-print(provider.num_running(), flush=True)
+print(pools.num_running(), flush=True)
 os._exit(0)
 """
 )
@@ -87,7 +86,7 @@ KILL_POOL = (
     + """
 import os, signal
 import psutil
-pool = psutil.Process(psutil.Process(runtime._submit("env", "builtins:eval", sys.argv[2]).result(100)).ppid())
+pool = psutil.Process(psutil.Process(executors.submit("env", "builtins:eval", sys.argv[2]).result(100)).ppid())
 below = pool.children(recursive=True)
 names = {word for one in below for word in ("spawn_main", "resource_tracker") if word in " ".join(one.cmdline())}
 pool.kill()
@@ -108,8 +107,8 @@ END_OWN_PROCESS = (
     RUN_TASKS.split("results =")[0]
     + """
 for text in sys.argv[2:]:
-    print(runtime._submit("env", "builtins:eval", text).exception(100), flush=True)
-runtime._kernel.cleanup()
+    print(executors.submit("env", "builtins:eval", text).exception(100), flush=True)
+executors.end_kernel(timeout_s=60)
 """
 )
 
@@ -129,13 +128,13 @@ KILL_IDLE = (
     + """
 import contextlib, os, signal, time
 import psutil
-worker = runtime._submit("env", "builtins:eval", sys.argv[2]).result(100)
+worker = executors.submit("env", "builtins:eval", sys.argv[2]).result(100)
 time.sleep(1.0)  # it waits for a task by now
 os.kill(worker, signal.SIGKILL)
 with contextlib.suppress(psutil.NoSuchProcess):
     while psutil.Process(worker).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)  # with its fork server, it ends a little later
-print(runtime._submit("env", "builtins:eval", sys.argv[2]).result(100) != worker, flush=True)
+print(executors.submit("env", "builtins:eval", sys.argv[2]).result(100) != worker, flush=True)
 os._exit(0)
 """
 )
@@ -152,11 +151,11 @@ KILL_TAKING = (
     + """
 import os, signal, time
 import psutil
-server, worker = (runtime._submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
+server, worker = (executors.submit("env", "builtins:eval", text).result(100) for text in sys.argv[2:])
 pool = psutil.Process(server).ppid()
 (shared,) = [one for one in psutil.Process(pool).children() if "spawn_main" in " ".join(one.cmdline())]
 shared.suspend()
-future = runtime._submit("env", "builtins:eval", sys.argv[2])
+future = executors.submit("env", "builtins:eval", sys.argv[2])
 time.sleep(2.0)  # the worker has taken the task, and cannot note that
 os.kill(worker, signal.SIGKILL)
 shared.resume()
