@@ -57,6 +57,8 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     """The time that a job takes to end, from its last step."""
     stall_s: float | None = None
     """The time that an engine pauses for new weights, in place of an estimate."""
+    waits_for_old: bool = True
+    """Training waits for episodes that the next version would make too old, as env workers ask; false: they are cut."""
     faults: FaultSettings = FaultSettings()
 
 
@@ -82,7 +84,7 @@ class SimulatedCampaign:
             recipe=self.recipe,
             estimate_s=self._estimate_step,
             publish=self._publish,
-            list_holds=lambda: [env_worker.hold_limit() for env_worker in self.env_workers],
+            list_holds=self._list_holds,
             drop=self._drop,
             count_tokens=self._count_trained,
             on_idle=self._end_step,
@@ -159,6 +161,9 @@ class SimulatedCampaign:
         return SimulatedEnvWorker(self.links, worker, router)
 
     # ---- what passes between them
+
+    def _list_holds(self) -> list[int | None]:
+        return [env_worker.hold_limit() for env_worker in self.env_workers] if self.settings.waits_for_old else []
 
     def _release(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
         def seal() -> None:

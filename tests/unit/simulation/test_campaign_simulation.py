@@ -157,6 +157,12 @@ def test_no_trained_episode_is_staler_than_the_recipe_allows():
     assert result.num_episodes == result.num_steps * 64
 
 
+def test_training_that_does_not_wait_for_old_episodes_has_them_cut():
+    waiting, cutting = simulate(num_steps=20), simulate(num_steps=20, waits_for_old=False)
+    assert cutting.waste.get("stale", 0) > waiting.waste.get("stale", 0)
+    assert cutting.step_s < waiting.step_s
+
+
 def test_sync_mode_trains_on_the_newest_weights_and_takes_longer():
     one, other = simulate("rollout.mode=sync", train_s=5.0), simulate(train_s=5.0)
     assert set(one.lags) == {"0"}
