@@ -58,6 +58,7 @@ from hpcrl.weights import versions
 T = TypeVar("T")
 
 LOOK_S = 0.1
+ENV_WORKER = "env-0"
 """The interval at which the trainer looks for a batch."""
 CONTEXT = 131072
 LONGEST_REPLY = 8192
@@ -254,7 +255,7 @@ def _engine(setting: RollingSetting) -> SimEngine:
 def _in(spool: MemorySpool, context: WorkerContext) -> RolloutSpool:
     clock = asyncio.get_running_loop().time
     writer = MemorySpoolWriter(spool, batching=BatchLimits(max_age_s=LOOK_S), clock=clock)
-    return RolloutSpool(writer, count_sealed=lambda: len(spool.durable), emit=context.events.emit)
+    return RolloutSpool(writer, count_sealed=lambda: {ENV_WORKER: len(spool.durable)}, emit=context.events.emit)
 
 
 def _opener(setting: RollingSetting) -> Callable[[str, DomainConfig], Awaitable[Env]]:
@@ -365,8 +366,8 @@ class RollingTrainer:
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._stage.engines))
 
     def _settle(self) -> None:
-        settled = SettledCount(num=len(self._consumed) + len(self.thrown), version=self._version)
-        self._settled_writer.write(settled)
+        num = len(self._consumed) + len(self.thrown)
+        self._settled_writer.write(SettledCount(num=num, version=self._version, workers={ENV_WORKER: num}))
 
 
 def make_context(root: Path, setting: RollingSetting, *, job: int = 0) -> WorkerContext:

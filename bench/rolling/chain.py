@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from bench.rolling.campaign import LOOK_S, RollingSetting, make_context, open_engines, run_side_by_side
+from bench.rolling.campaign import ENV_WORKER, LOOK_S, RollingSetting, make_context, open_engines, run_side_by_side
 from bench.rolling.world import Lengths, Play, RollingWorld
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, StaleDropped, TaskFailed
@@ -163,7 +163,9 @@ async def _play_job(root: Path, setting: RollingSetting, job: int, num_tasks: in
             router=router,
             layout=Lengths(),
             rollouts=RolloutSpool(
-                writer, count_sealed=lambda: count_trajectories(listing.names()), emit=context.events.emit
+                writer,
+                count_sealed=lambda: {ENV_WORKER: count_trajectories(listing.names())},
+                emit=context.events.emit,
             ),
             open_env=open_env,
         )
@@ -275,8 +277,8 @@ class ChainTrainer:
         await asyncio.gather(*(engine.load_version(self._version) for engine in self._engines))
 
     def _settle(self, *, num_training: int = 0) -> None:
-        num = self._reader.num_passed - len(self._waiting) - num_training
-        self._settled_writer.write(SettledCount(num=num, version=self._version))
+        num = self._reader.passed.total() - len(self._waiting) - num_training
+        self._settled_writer.write(SettledCount(num=num, version=self._version, workers={ENV_WORKER: num}))
 
     def _save(self) -> None:
         """Save a checkpoint, in the form in which env workers read it, with what was trained on up to it."""

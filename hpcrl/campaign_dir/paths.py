@@ -85,6 +85,12 @@ def parse_role(worker: str) -> str:
     return drop_job(worker).rpartition("-")[0]
 
 
+def parse_index(worker: str) -> int:
+    """Return the index in the name of a worker, with or without its job; -1 if the name has none."""
+    index = worker.rpartition("-")[2]
+    return int(index) if index.isdecimal() else -1
+
+
 @dataclass(frozen=True)
 class CampaignDir:
     """The directory of one campaign."""

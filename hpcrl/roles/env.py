@@ -31,7 +31,7 @@ from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext, make_judge
 from hpcrl.roles.episode_player import EpisodePlayer, HeldOutPlayer
 from hpcrl.roles.episode_runner import EpisodeRunner
 from hpcrl.roles.program_proxy import make_proxy, make_thought_reader
-from hpcrl.rollout.admission import AdmissionControl, compute_share
+from hpcrl.rollout.admission import AdmissionControl, compute_share, subtract_counts
 from hpcrl.rollout.curriculum import Curriculum
 from hpcrl.rollout.episode import ConversationLayout, loop_time
 from hpcrl.rollout.episode_accounts import EpisodeAccounts
@@ -241,7 +241,7 @@ class EnvWorker:
 
     def _count_waiting(self) -> int:
         """Count the trajectories of all env workers that are durable and not settled."""
-        return self.rollouts.count_sealed() - self.progress.num_settled
+        return sum(subtract_counts(self.rollouts.count_sealed(), self.progress.settled).values())
 
     def _find_work_limit(self) -> float:
         """Return how long no turn and no episode may end: an agent program may work for long between two turns."""
@@ -258,7 +258,11 @@ class EnvWorker:
         """Start all groups that are admitted now."""
         groups = self.accounts.groups
         admitted = self.admission.num_admitted(
-            groups, num_unsealed=self.rollouts.num_unsealed, num_waiting=self._count_waiting()
+            groups,
+            num_unsealed=self.rollouts.num_unsealed,
+            sealed=self.rollouts.count_sealed(),
+            settled=self.progress.settled,
+            now=loop_time(),
         )
         if admitted and not self._is_served():
             await self.router.refresh_soon()

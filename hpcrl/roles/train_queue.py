@@ -52,7 +52,7 @@ class TrainQueue:
         self._spool_dirs = SpoolDirs(rollouts=spool("rollouts"), scored=spool("scored"), archive=spool("archive"))
         self._reader = DiskSpoolReader(self._spool_dirs.scored, on_damage=self._handle_damage, consumed=consumed)
         self._waiting: list[Trajectory] = []
-        self._num_training = 0
+        self._training: list[Trajectory] = []
         self._version = 0
         self._holds = HoldWatch()
         self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
@@ -83,7 +83,7 @@ class TrainQueue:
             choice = self._choose_from([*self._waiting, *self._reader.poll()], version=version)
             if choice.chosen and not self._may_publish(version + 1):
                 choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
-            self._version, self._waiting, self._num_training = version, choice.rest, len(choice.chosen)
+            self._version, self._waiting, self._training = version, choice.rest, choice.chosen
             self._publish_settled()
         return choice
 
@@ -134,7 +134,7 @@ class TrainQueue:
     def mark_trained(self, *, version: int) -> None:
         """Settle the trajectories of a step that is done; its version is being published."""
         with self._lock:
-            self._version, self._num_training = version, 0
+            self._version, self._training = version, []
             self._publish_settled()
 
     def note_settled(self) -> None:
@@ -202,8 +202,10 @@ class TrainQueue:
             self._publish_settled()
 
     def _publish_settled(self) -> None:
-        num = self._reader.num_passed - len(self._waiting) - self._num_training
-        self._settled_writer.write(SettledCount(num=num, version=self._version))
+        settled = self._reader.passed.copy()
+        settled.subtract(self._reader.count_by_worker([*self._waiting, *self._training]))
+        workers = {worker: num for worker, num in settled.items() if num}
+        self._settled_writer.write(SettledCount(num=settled.total(), version=self._version, workers=workers))
 
     def _handle_damage(self, path: Path, reason: str) -> None:
         """Report a damaged segment, which the reader has quarantined, so it is scored again; after the second time

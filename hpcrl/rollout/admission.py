@@ -2,6 +2,7 @@
 
 AdmissionControl        decides how many groups an env worker may start now, in every mode
 count_needed_groups     how many groups of one of several env workers training needs
+LateWorkers               which env workers are late with theirs
 count_groups_with_room  how many whole groups one of several env workers has room for
 get_mode_lag            how far ahead of training a mode lets episodes start
 completes_batch         whether trajectories that become durable now complete a batch
@@ -10,31 +11,63 @@ add_spare_groups        a batch with spare groups, so that the slowest are not w
 compute_share           one worker's part of a whole; the parts sum to the whole
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
+from hpcrl.campaign_dir.paths import parse_index
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import Recipe, RolloutMode
 from hpcrl.rollout.groups import EpisodeGroups
 
+MIN_PATIENCE_S = 30.0
+PATIENCE_FACTOR = 2.0
+"""A part that is missing is late after this factor times the longest group of a worker that waits for it."""
+
 
 def count_needed_groups(
-    worker: EnvWorkerId,
-    *,
-    running_groups: int,
-    max_lag: int,
-    version: int,
-    groups_per_step: int,
-    accepted_groups: int,
+    worker: EnvWorkerId, *, running_groups: int, max_groups: int, waiting: Mapping[int, int], late: Collection[int] = ()
 ) -> int:
-    """Return how many more groups of an env worker would stay fresh, of those that training needs.
+    """Return how many more groups an env worker may start, of the `max_groups` that would stay fresh.
 
-    This is the formula of RollArt and AReaL, (max_lag + version + 1) * groups_per_step - (accepted + running).
-
-    Only `running_groups` are the worker's own; `accepted_groups` is the campaign's, so the other workers make up for
-    one that is slow or dead.
+    This is the formula of RollArt and AReaL, (max_lag + version + 1) * groups_per_step - (accepted + running), for the
+    worker's own part: that of one that finishes first must not grow by what others still play, or more episodes start
+    than stay fresh. Groups that wait for training count for the worker that played them (`waiting`, by index); those of
+    workers that were removed count for all. What `late` workers lack is divided among the others.
     """
-    fresh = (max_lag + version + 1) * groups_per_step - accepted_groups
-    return max(0, compute_share(max(0, fresh), worker) - running_groups)
+    known = range(worker.count)
+    shared = max(0, max_groups - sum(num for index, num in waiting.items() if index not in known))
+    parts = {index: compute_share(shared, EnvWorkerId(index, worker.count)) for index in {worker.index, *late}}
+    lacking = sum(max(0, parts[index] - waiting.get(index, 0)) for index in late)
+    present = [index for index in known if index not in late or index == worker.index]
+    part = parts[worker.index] + compute_share(lacking, EnvWorkerId(present.index(worker.index), len(present)))
+    return max(0, part - waiting.get(worker.index, 0) - running_groups)
+
+
+class LateWorkers:
+    """Which of several env workers are late with their part of what training needs.
+
+    Training may need the part of a worker that is gone. Once nothing has become durable or was settled for long, those
+    whose part is missing count as late, until something of theirs becomes durable.
+    """
+
+    def __init__(self, worker: EnvWorkerId) -> None:
+        self._worker = worker
+        self._seen: tuple[Mapping[int, int], Mapping[int, int]] | None = None
+        self._changed_at = 0.0
+        self._late: dict[int, int] = {}
+        """The indices, with what was durable then."""
+
+    def find(
+        self, sealed: Mapping[int, int], waiting: Mapping[int, int], *, part: int, now: float, patience_s: float
+    ) -> Collection[int]:
+        """Return the indices; a worker lacks something if fewer than `part` of its groups wait."""
+        if (dict(sealed), dict(waiting)) != self._seen:
+            self._seen, self._changed_at = (dict(sealed), dict(waiting)), now
+            self._late = {index: num for index, num in self._late.items() if sealed.get(index, 0) == num}
+        elif now - self._changed_at > patience_s:
+            others = (index for index in range(self._worker.count) if index != self._worker.index)
+            self._late |= {index: sealed.get(index, 0) for index in others if waiting.get(index, 0) < part}
+        return self._late
 
 
 def count_groups_with_room(
@@ -79,6 +112,19 @@ def compute_share(total: int, worker: EnvWorkerId) -> int:
     return total // worker.count + (worker.index < total % worker.count)
 
 
+def subtract_counts(sealed: Mapping[str, int], settled: Mapping[str, int]) -> dict[str, int]:
+    """Return how many durable trajectories of each worker wait for training."""
+    return {worker: max(0, num - settled.get(worker, 0)) for worker, num in sealed.items()}
+
+
+def _count_groups(trajectories: Mapping[str, int], *, group_size: int) -> Mapping[int, int]:
+    """Return the number of groups by the index of the worker."""
+    groups: Counter[int] = Counter()
+    for worker, num in trajectories.items():
+        groups[parse_index(worker)] += num // group_size
+    return groups
+
+
 class AdmissionControl:
     """Decides how many groups one env worker may start."""
 
@@ -89,26 +135,44 @@ class AdmissionControl:
         self._rollout = rollout
         self._groups_per_step = recipe.train.groups_per_step
         self._worker = worker
+        self._late_workers = LateWorkers(worker)
         self._num_needed = 0
         """Groups that training needs from this worker besides those in flight, however many may run at once."""
         self._num_pending = 0
         """Groups of the batch that are not released."""
 
-    def num_admitted(self, groups: EpisodeGroups, *, num_unsealed: int, num_waiting: int) -> int:
+    def num_admitted(
+        self,
+        groups: EpisodeGroups,
+        *,
+        num_unsealed: int,
+        sealed: Mapping[str, int],
+        settled: Mapping[str, int],
+        now: float,
+    ) -> int:
         """Return how many groups may start now.
 
-        `num_unsealed` are trajectories that this worker released and that are not durable yet, `num_waiting` those of
-        all workers that are durable and not settled by the trainer.
+        `num_unsealed` are trajectories that this worker released and that are not durable yet, `sealed` those of each
+        worker that are durable, `settled` those of them that the trainer has settled.
         """
         rollout = self._rollout
         num_in_flight = groups.num_open + num_unsealed // rollout.group_size
+        # No count includes what the trainer consumed: the version of the formula is 0, each step starts from there.
+        max_groups = (get_mode_lag(rollout.mode, max_lag=rollout.max_lag) + 1) * self._groups_per_step
+        durable = _count_groups(sealed, group_size=rollout.group_size)
+        waiting = _count_groups(subtract_counts(sealed, settled), group_size=rollout.group_size)
         self._num_needed = count_needed_groups(
             self._worker,
             running_groups=num_in_flight,
-            max_lag=get_mode_lag(rollout.mode, max_lag=rollout.max_lag),
-            version=0,  # neither count includes what the trainer consumed, so both restart from zero at every step
-            groups_per_step=self._groups_per_step,
-            accepted_groups=max(num_waiting, 0) // rollout.group_size,
+            max_groups=max_groups,
+            waiting=waiting,
+            late=self._late_workers.find(
+                durable,
+                waiting,
+                part=max_groups // self._worker.count,
+                now=now,
+                patience_s=max(MIN_PATIENCE_S, PATIENCE_FACTOR * groups.longest_s),
+            ),
         )
         if rollout.mode == "one-step-off":
             batch = self._own_share(self._groups_per_step)

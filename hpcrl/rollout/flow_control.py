@@ -1,8 +1,8 @@
 """Flow control between env workers and the trainer: two small files close a loop in which neither calls the other.
 
-- settled.json (trainer -> env workers): how many trajectories are settled (trained on, dropped, or seen twice), and the
-  version of the weights from which that is so. Env workers subtract it from what is durable: the difference still waits
-  for training, and admission starts that many fewer groups.
+- settled.json (trainer -> env workers): how many trajectories of each env worker are settled (trained on, dropped, or
+  seen twice), and the version of the weights from which that is so. Env workers subtract it from what is durable: the
+  difference still waits for training, and admission starts that many fewer groups.
 - N-hold.json (env worker N -> trainer): the version that the trainer should not pass yet, since a later one would make
   running episodes of this worker too old.
 
@@ -24,7 +24,7 @@ run there, waiting would cost more than cutting.
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +51,8 @@ class SettledCount(msgspec.Struct, frozen=True, kw_only=True):
     """Trajectories since the campaign started that neither wait for training nor are being trained on."""
     version: int = 0
     """The trainer's version; it may still be on its way to the engines."""
+    workers: dict[str, int] = {}
+    """The same number by the env worker that played them."""
 
 
 class SettledWriter:
@@ -86,7 +88,8 @@ class TrainerProgress:
         self._settled = WatchedValue(settled, lambda: read_settled(settled))
         self._newest = WatchedValue(weights, lambda: find_newest_version(weights), longest_s=LONG_PAUSE_S)
         self.newest_version = 0
-        self.num_settled = 0
+        self.settled: Mapping[str, int] = {}
+        """The trajectories that are settled, by the env worker that played them."""
 
     def expect_change(self) -> None:
         """Look for changes at the next call."""
@@ -96,7 +99,7 @@ class TrainerProgress:
     def poll(self) -> None:
         """Read what has changed."""
         settled = self._settled.poll()
-        self.num_settled = settled.num
+        self.settled = settled.workers
         self.newest_version = max(self.newest_version, settled.version, self._newest.poll() or 0)
 
 

@@ -122,6 +122,8 @@ class EpisodeGroups:
         self.ledger = EpisodeLedger()
         self.num_open = 0
         """Groups that may still be released."""
+        self.longest_s = 0.0
+        """The longest time from the start of a group until it was released."""
 
     @property
     def max_episodes(self) -> int:
@@ -233,6 +235,7 @@ class EpisodeGroups:
         members = self._find_members(group, now=now)
         missing = self._group_size - len(group.kept) - len(group.running)
         if members:
+            self.longest_s = max(self.longest_s, now - group.started_at)
             outcome = self._close_group(group, members)
         elif missing > group.num_left:
             outcome = replace(self._close_group(group), is_lost=True)

@@ -1,20 +1,21 @@
 """The spool "rollouts" as an env worker uses it: whole groups go in, and are counted until they are durable.
 
 RolloutSpool        one worker's writer, with its count of unsealed trajectories
-SealedCount         the number of durable trajectories of all env workers
+SealedCount         the durable trajectories of each env worker
 open_rollout_spool  opens it on disk
 ROOM_INTERVAL_S     the interval at which an ended episode looks for room
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, SegmentScored, make_segment_scored
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import SpoolError
 from hpcrl.spool.ids import get_domain
-from hpcrl.spool.listing import SegmentListing, count_trajectories
+from hpcrl.spool.listing import SegmentListing, count_trajectories, find_segment_worker
 from hpcrl.spool.record import PackedTrajectory, Trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
 from hpcrl.system.file_watch import PollPace
@@ -30,11 +31,11 @@ class RolloutSpool:
         self,
         writer: BatchWriter,
         *,
-        count_sealed: Callable[[], int],
+        count_sealed: Callable[[], Mapping[str, int]],
         emit: Callable[[CampaignEvent], None],
         expect_change: Callable[[], object] = do_nothing,
     ) -> None:
-        """Write with `writer`; `count_sealed` counts the durable trajectories of all env workers.
+        """Write with `writer`; `count_sealed` counts the durable trajectories of each env worker.
 
         `expect_change` is called when it should look again, since something may have changed.
         """
@@ -86,25 +87,28 @@ class RolloutSpool:
 
 
 class SealedCount:
-    """The number of durable trajectories in a spool, kept up to date by what is added and removed."""
+    """The durable trajectories in a spool by the worker that wrote them, kept up to date by what comes and goes."""
 
     def __init__(self, listing: SegmentListing, *, pace: PollPace | None = None) -> None:
         self._listing = listing
         self._pace = pace or PollPace()
-        self._num = 0
+        self._nums: Counter[str] = Counter()
 
     def expect_change(self) -> None:
         """Look at the next call."""
         self._pace.note_change()
 
-    def count(self) -> int:
-        """Return the number as of the last look, which comes ever more rarely while nothing changes."""
+    def count(self) -> Mapping[str, int]:
+        """Return the numbers as of the last look, which comes ever more rarely while nothing changes."""
         if self._pace.is_due():
             added, removed = self._listing.changes()
             if added or removed:
                 self._pace.note_change()
-                self._num += count_trajectories(added) - count_trajectories(removed)
-        return self._num
+                for name in added:
+                    self._nums[find_segment_worker(name)] += count_trajectories([name])
+                for name in removed:
+                    self._nums[find_segment_worker(name)] -= count_trajectories([name])
+        return self._nums
 
 
 def open_rollout_spool(

@@ -87,6 +87,7 @@ class SimulatedCampaign:
             list_holds=self._list_holds,
             drop=self._drop,
             count_tokens=self._count_trained,
+            find_worker=lambda one: self._find_env_worker(get_group(one.id)).name,
             on_idle=self._end_step,
         )
         self.engines = {
@@ -170,7 +171,7 @@ class SimulatedCampaign:
             env_worker.num_unsealed -= len(members)
             for one in members:
                 env_worker.in_flight.drop(one.id)
-            self.trainer.num_waiting += len(members)
+            self.trainer.waiting[env_worker.name] += len(members)
             self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
             self._poll_env_workers()
 
@@ -181,11 +182,12 @@ class SimulatedCampaign:
             self.links.fates["too old for training"] += self.links.generated.pop(one.id, 0)
             self.links.lengths.pop(one.id, None)
         for group in sorted({get_group(one.id) for one in stale}):
-            parsed = parse_group_id(group)
-            assert parsed is not None
-            task = AgentTask(domain=parsed[0], number=parsed[1], seed=0)
-            self.env_workers[parsed[1] % len(self.env_workers)].record_lost(group, task)
+            domain, number = _parse_group(group)
+            self._find_env_worker(group).record_lost(group, AgentTask(domain=domain, number=number, seed=0))
         self._poll_env_workers()
+
+    def _find_env_worker(self, group: str) -> SimulatedEnvWorker:
+        return self.env_workers[_parse_group(group)[1] % len(self.env_workers)]
 
     def _estimate_step(self, chosen: list[Trajectory]) -> float:
         num_tokens = sum(self.links.lengths[one.id] for one in chosen)
@@ -407,6 +409,13 @@ def _make_timeline(campaign: SimulatedCampaign) -> list[TimelineBin]:
         )
         for one, later in pairwise(chosen)
     ]
+
+
+def _parse_group(group: str) -> tuple[str, int]:
+    """Return the domain and the number of a group's task."""
+    parsed = parse_group_id(group)
+    assert parsed is not None
+    return parsed
 
 
 def _sum_training(steps: list[SimulatedStep], start: float, end: float) -> float:

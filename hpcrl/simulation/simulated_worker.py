@@ -58,7 +58,7 @@ class TrainingState(Protocol):
     """The trainer, as far as env workers read it."""
 
     version: int
-    num_waiting: int
+    waiting: Counter[str]
 
 
 @dataclass
@@ -113,6 +113,7 @@ class SimulatedEnvWorker:
         recipe = links.recipe
         rollout = recipe.rollout
         self.router = router
+        self.name = f"env-{worker.index}"
         self.groups = EpisodeGroups(
             group_size=rollout.group_size,
             episodes_per_group=rollout.episodes_per_group,
@@ -175,7 +176,7 @@ class SimulatedEnvWorker:
         if self.is_draining:
             return
         admitted = self._admission.num_admitted(
-            groups, num_unsealed=self.num_unsealed, num_waiting=training.num_waiting
+            groups, num_unsealed=self.num_unsealed, sealed=training.waiting, settled={}, now=self._queue.now
         )
         if not admitted or not self._admission.has_fresh_weights(self.router.versions(), newest=training.version):
             return

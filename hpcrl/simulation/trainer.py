@@ -40,9 +40,11 @@ class SimulatedTrainer:
     """Called with trajectories that are never trained on."""
     count_tokens: Callable[[list[Trajectory]], int]
     """Called with the trajectories of a step; returns their tokens."""
+    find_worker: Callable[[Trajectory], str]
+    """Returns the env worker that has played a trajectory."""
     version: int = 0
-    num_waiting: int = 0
-    """Durable trajectories that are not settled."""
+    waiting: Counter[str] = field(default_factory=Counter)
+    """Durable trajectories that are not settled, by the env worker that played them."""
     steps: list[SimulatedStep] = field(default_factory=list)
     is_training: bool = False
     is_draining: bool = False
@@ -83,11 +85,14 @@ class SimulatedTrainer:
         )
         if choice.stale:
             self._waiting = [*choice.chosen, *choice.rest]
-            self.num_waiting -= len(choice.stale)
+            self._settle(choice.stale)
             self.drop(choice.stale)
         if choice.chosen and is_allowed:
             self._waiting = choice.rest
             self._start(choice.chosen)
+
+    def _settle(self, trajectories: list[Trajectory]) -> None:
+        self.waiting.subtract(self.find_worker(one) for one in trajectories)
 
     def _start(self, chosen: list[Trajectory]) -> None:
         self.is_training = True
@@ -104,7 +109,7 @@ class SimulatedTrainer:
             )
             self.steps.append(step)
             self.is_training, self._idle_since = False, self.queue.now
-            self.num_waiting -= len(chosen)
+            self._settle(chosen)
             self.version += 1
             self.publish(self.version)
             self.on_idle()

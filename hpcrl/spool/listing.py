@@ -2,6 +2,7 @@
 
     SegmentName           producer, number and trajectory count of a segment
     parse_segment_name, check_producer, find_next_number    read and make names
+    find_segment_worker   the worker in a name
     list_segments         every segment, by listing the directory
     SegmentListing        the same, for callers that ask many times a second
     find_shard            the part of a spool that a segment belongs to
@@ -36,7 +37,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir
+from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, drop_job
 from hpcrl.errors import SpoolError
 from hpcrl.system.files import is_directory, make_private_dir, publish_file
 
@@ -72,6 +73,12 @@ def parse_segment_name(name: str) -> SegmentName | None:
     return SegmentName(
         producer=match["producer"], number=int(match["number"]), count=int(match["count"]), nonce=match["nonce"]
     )
+
+
+def find_segment_worker(name: str) -> str:
+    """Return the worker that wrote a segment, such as env-1, in whichever job; "" if its name is not that of one."""
+    parsed = parse_segment_name(name)
+    return "" if parsed is None else drop_job(parsed.producer)
 
 
 def describe_lost_spools(campaign: CampaignDir) -> str | None:

@@ -6,13 +6,19 @@ list_last_groups  the groups in the last segments of one worker
 """
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrl.errors import SpoolError
-from hpcrl.spool.listing import SegmentListing, list_segments, parse_segment_name, quarantine_segment
+from hpcrl.spool.listing import (
+    SegmentListing,
+    find_segment_worker,
+    list_segments,
+    parse_segment_name,
+    quarantine_segment,
+)
 from hpcrl.spool.record import TRAINABLE, Trajectory, TrajectoryFacts
 from hpcrl.spool.segment import is_out_of_reach, read_segment
 
@@ -62,6 +68,8 @@ class _ReadSegment:
     """The notes on a segment that was read."""
 
     num_rows: int
+    worker: str
+    """The worker that wrote it, without its job."""
     num_passed: int = 0
     keys: list[_DeliveryKey] = field(default_factory=list)
 
@@ -81,8 +89,8 @@ class DiskSpoolReader(SpoolCursor):
         """Start with nothing delivered; the ids in `consumed`, such as those of a checkpoint, never are."""
         super().__init__(consumed=consumed)
         self.damaged: dict[str, str] = {}
-        self.num_passed = 0
-        """The number of rows delivered or skipped, in segments that still exist."""
+        self.passed: Counter[str] = Counter()
+        """The rows delivered or skipped, in segments that still exist, by the worker that wrote them."""
         self._directory = directory
         self._listing = SegmentListing(directory)
         self._on_damage = on_damage
@@ -99,6 +107,11 @@ class DiskSpoolReader(SpoolCursor):
             for name, read in self._known.items()
             if read.num_rows and read.num_passed == read.num_rows and name not in still_open
         ]
+
+    def count_by_worker(self, trajectories: Iterable[TrajectoryFacts]) -> Counter[str]:
+        """Count trajectories that were delivered by the worker that wrote them."""
+        segments = (self._delivered.get((one.id, one.status in TRAINABLE)) for one in trajectories)
+        return Counter(self._known[name].worker for name in segments if name is not None and name in self._known)
 
     def segment_of(self, trajectory: TrajectoryFacts) -> str | None:
         """Return the segment that a trajectory was delivered from; None if it is forgotten."""
@@ -138,7 +151,7 @@ class DiskSpoolReader(SpoolCursor):
             name = self._unread.popleft()
             trajectories = self._read_trajectories(name)
             if trajectories is not None:
-                self._known[name] = _ReadSegment(num_rows=len(trajectories))
+                self._known[name] = _ReadSegment(num_rows=len(trajectories), worker=find_segment_worker(name))
                 yield name, trajectories
 
     def _read_trajectories(self, name: str) -> list[Trajectory] | None:
@@ -163,14 +176,14 @@ class DiskSpoolReader(SpoolCursor):
         else:
             is_reported = False
             self.damaged[name] = quarantine_segment(path, str(error))
-            self._known[name] = _ReadSegment(num_rows=0)
+            self._known[name] = _ReadSegment(num_rows=0, worker="")
         if not is_reported:
             self._on_damage(path, self.damaged[name])
 
     def _note_row(self, source: str, key: _DeliveryKey | None) -> None:
         read = self._known[source]
         read.num_passed += 1
-        self.num_passed += 1
+        self.passed[read.worker] += 1
         if key is not None:
             read.keys.append(key)
 
@@ -178,7 +191,7 @@ class DiskSpoolReader(SpoolCursor):
         for key in read.keys:
             self._delivered.pop(key, None)
         read.keys.clear()
-        self.num_passed -= read.num_passed
+        self.passed[read.worker] -= read.num_passed
         read.num_passed = read.num_rows = 0
 
 

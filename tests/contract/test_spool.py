@@ -404,7 +404,7 @@ def test_a_segment_that_is_removed_before_it_is_read_is_forgotten(disk):
     announce_changes(disk.directory, added=[third])
     assert ids(reader.poll()) == ["math/0/2"]
     assert reader.poll() == []
-    assert (reader.num_passed, reader.num_duplicates, disk.damage) == (2, 0, [])
+    assert (reader.passed.total(), reader.num_duplicates, disk.damage) == (2, 0, [])
     assert sorted(reader.finished_segments([])) == [first, third]
 
 

@@ -97,7 +97,9 @@ class WorkerStage:
 
         clock = asyncio.get_running_loop().time
         writer = MemorySpoolWriter(self.spool, batching=BatchLimits(max_age_s=0.1), clock=clock)
-        rollouts = RolloutSpool(writer, count_sealed=lambda: len(self.spool.durable), emit=self.context.events.emit)
+        rollouts = RolloutSpool(
+            writer, count_sealed=lambda: {"env-0": len(self.spool.durable)}, emit=self.context.events.emit
+        )
         async with (
             SimEngine(SPEED, settings=SimSettings(context_length=1024)) as engine,
             Router(EndpointReader(self.campaign.endpoints, job=0), connect=lambda _: engine, seed=0) as router,

@@ -100,7 +100,7 @@ def test_the_settled_count_comes_with_its_version(context):
     queue = TrainQueue(context, consumed=consumed)
     play(context, 0)
     train(context, queue, consumed)
-    assert read_json(context.campaign.settled) == {"num": GROUP, "version": 1}
+    assert read_json(context.campaign.settled) == {"num": GROUP, "version": 1, "workers": {"env-0": GROUP}}
 
 
 def test_a_step_waits_while_its_version_would_make_episodes_too_old_and_its_batch_stays(context):

@@ -3,7 +3,7 @@
 import pytest
 
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.rollout.admission import AdmissionControl
+from hpcrl.rollout.admission import MIN_PATIENCE_S, AdmissionControl
 from hpcrl.rollout.groups import EpisodeGroups
 from tests.support.plans import make_recipe
 from tests.support.trajectories import make_trajectory
@@ -22,6 +22,11 @@ def gate_of(mode, *, spare=0, max_running=100, host=0, num_hosts=1):
     return AdmissionControl(recipe, EnvWorkerId(host, num_hosts))
 
 
+def durable(num_waiting, *, now=0.0):
+    """Return what is durable if one env worker has played all."""
+    return {"sealed": {"env-0": num_waiting}, "settled": {}, "now": now}
+
+
 def groups_of(num):
     groups = EpisodeGroups(group_size=2, episodes_per_group=2)
     for number in range(num):
@@ -31,21 +36,21 @@ def groups_of(num):
 
 @pytest.mark.parametrize(("mode", "ahead"), [("sync", 4), ("one-step-off", 4), ("async", 8)])
 def test_at_first_a_mode_that_waits_starts_one_batch_and_async_max_lag_more(mode, ahead):
-    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=0) == ahead
+    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, **durable(0)) == ahead
 
 
 @pytest.mark.parametrize(("mode", "more"), [("sync", 0), ("one-step-off", 4), ("async", 4)])
 def test_while_training_has_a_batch_only_sync_starts_nothing(mode, more):
-    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, num_waiting=8) == more
+    assert gate_of(mode).num_admitted(groups_of(0), num_unsealed=0, **durable(8)) == more
 
 
 @pytest.mark.parametrize(("mode", "more"), [("sync", 1), ("one-step-off", 0), ("async", 5)])
 def test_a_lost_group_is_replaced_at_once_unless_its_batch_leads_by_one(mode, more):
-    assert gate_of(mode).num_admitted(groups_of(3), num_unsealed=0, num_waiting=0) == more
+    assert gate_of(mode).num_admitted(groups_of(3), num_unsealed=0, **durable(0)) == more
 
 
 def test_trajectories_not_yet_durable_count():
-    assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, num_waiting=0) == 1
+    assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, **durable(0)) == 1
 
 
 def test_a_batch_is_complete_without_its_spare_groups():
@@ -59,7 +64,7 @@ def play_batches(gate, *, num_batches, slow):
     groups, next_number, released, aborted = EpisodeGroups(group_size=2, episodes_per_group=2), 0, [], []
     while len(released) < num_batches * 4:
         num_waiting = 2 * (len(released) % 4)  # the trainer consumes whole batches
-        for _ in range(gate.num_to_start(gate.num_admitted(groups, num_unsealed=0, num_waiting=num_waiting), groups)):
+        for _ in range(gate.num_to_start(gate.num_admitted(groups, num_unsealed=0, **durable(num_waiting)), groups)):
             groups.start(f"lake/{next_number}")
             next_number += 1
         running = sorted({name.rpartition("/")[0] for name in groups.ledger.running}, key=lambda name: int(name[5:]))
@@ -98,7 +103,7 @@ def test_workers_share_a_batch_and_its_spare_groups():
     opened = 0
     for host in range(3):
         gate = gate_of("sync", spare=2, host=host, num_hosts=3)
-        opened += gate.num_to_start(gate.num_admitted(groups_of(0), num_unsealed=0, num_waiting=0), groups_of(0))
+        opened += gate.num_to_start(gate.num_admitted(groups_of(0), num_unsealed=0, **durable(0)), groups_of(0))
     assert opened == 6
 
 
@@ -149,3 +154,14 @@ def test_one_of_several_env_workers_seals_its_part_of_a_batch():
     gate = gate_of("async", host=1, num_hosts=2)
     sealed = [gate.should_seal(groups_of(3), num_open=num, num_unsealed=num, num_waiting=0) for num in (2, 4)]
     assert sealed == [False, True]
+
+
+def test_the_part_of_a_worker_that_is_gone_is_played_by_the_others_after_a_while():
+    gate, groups = gate_of("sync", num_hosts=2), groups_of(0)
+    settings = {"num_unsealed": 0, "sealed": {"env-0": 4}, "settled": {}}
+    started = [gate.num_admitted(groups, now=now, **settings) for now in (0.0, MIN_PATIENCE_S, MIN_PATIENCE_S + 1)]
+    assert started == [0, 0, 2]
+    groups.longest_s = 600.0
+    gate = gate_of("sync", num_hosts=2)
+    started = [gate.num_admitted(groups, now=now, **settings) for now in (0.0, MIN_PATIENCE_S + 1, 1201.0)]
+    assert started == [0, 0, 2], "episodes of ten minutes are not late after one"

@@ -128,14 +128,16 @@ def test_the_newest_version_is_known_from_its_announcement_or_from_its_weights(t
 
     def poll() -> None:
         progress.poll()
-        seen.append((progress.newest_version, progress.num_settled))
+        seen.append((progress.newest_version, dict(progress.settled)))
 
     poll()
     announce_version(tmp_path / "weights", WeightVersion(version=2, step=2))
     poll()
     writer = SettledWriter(tmp_path / "settled.json")
-    writer.write(SettledCount(num=16, version=3))
+    writer.write(SettledCount(num=16, version=3, workers={"env-0": 16}))
     poll()
-    writer.write(SettledCount(num=16, version=0))  # of a trainer that restarted: no version is taken back
+    writer.write(
+        SettledCount(num=16, version=0, workers={"env-0": 16})
+    )  # of a trainer that restarted: no version is taken back
     poll()
-    assert seen == [(0, 0), (2, 0), (3, 16), (3, 16)]
+    assert seen == [(0, {}), (2, {}), (3, {"env-0": 16}), (3, {"env-0": 16})]

@@ -15,7 +15,7 @@ from tests.support.trajectories import make_lake_trajectory
 
 def open_spool(draft, emitted=(), **limits):
     writer = BatchWriter(draft, batching=BatchLimits(max_age_s=0.0, **limits), clock=lambda: 1.0)
-    return RolloutSpool(writer, count_sealed=lambda: 0, emit=lambda event: emitted.append(event))
+    return RolloutSpool(writer, count_sealed=dict, emit=lambda event: emitted.append(event))
 
 
 def test_trajectories_that_are_released_while_a_batch_is_written_stay_counted():
@@ -84,12 +84,13 @@ def test_trajectories_of_all_producers_are_counted(tmp_path):
         ]
         spools[0].release([make_lake_trajectory(0, 0), make_lake_trajectory(0, 1)])
         spools[1].release([make_lake_trajectory(1, 0)])
-        before = spools[0].count_sealed()
+        before = dict(spools[0].count_sealed())
         for spool in spools:
             await spool.close()
-        return before, [spool.count_sealed() for spool in spools]
+        return before, [dict(spool.count_sealed()) for spool in spools]
 
-    assert asyncio.run(run()) == (0, [3, 3])
+    counts = {"env-0": 2, "env-1": 1}
+    assert asyncio.run(run()) == ({}, [counts, counts])
 
 
 def test_durable_trajectories_are_counted_as_segments_come_and_go(tmp_path):
@@ -98,7 +99,7 @@ def test_durable_trajectories_are_counted_as_segments_come_and_go(tmp_path):
     for name in names:
         (tmp_path / name).touch()
     announce_changes(tmp_path, added=names)
-    assert sealed.count() == 6
+    assert sealed.count() == {"env-0": 6}
     (tmp_path / names[1]).unlink()
     announce_changes(tmp_path, removed=[names[1]])
-    assert sealed.count() == 4
+    assert sealed.count() == {"env-0": 4}

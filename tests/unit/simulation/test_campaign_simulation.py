@@ -169,6 +169,12 @@ def test_sync_mode_trains_on_the_newest_weights_and_takes_longer():
     assert one.step_s > other.step_s
 
 
+def test_of_several_env_workers_the_first_to_finish_starts_no_episode_that_would_be_too_old():
+    result = simulate("rollout.mode=sync", "resources.env.num_workers=4", "train.groups_per_step=16")
+    assert set(result.lags) == {"0"}, "a batch has only episodes of the newest weights"
+    assert sum(result.waste.values()) == 0
+
+
 def test_a_slow_trainer_is_busy_and_a_fast_one_waits():
     slow, fast = simulate(train_s=60.0), simulate(train_s=0.01)
     assert slow.utilisation["train"] > 0.95

@@ -157,12 +157,12 @@ def test_an_unreadable_intent_is_reported_with_a_hint(tmp_path):
 def test_a_reader_forgets_retired_segments_and_its_counts_stay_right(tmp_path):
     dirs = campaign(tmp_path)
     reader = DiskSpoolReader(dirs.scored, on_damage=pytest.fail)
-    assert len(reader.poll()) == reader.num_passed == 6
+    assert len(reader.poll()) == reader.passed.total() == 6
     assert sorted(reader.finished_segments([])) == list_segments(dirs.scored)
     retire_segments(dirs, list_segments(dirs.scored)[:2], keep=True, lower_settled=reader.forget)
-    assert reader.num_passed == 2
+    assert reader.passed.total() == 2
     assert reader.poll() == []
-    assert reader.num_passed == count_trajectories(list_segments(dirs.rollouts)) == 2
+    assert reader.passed.total() == count_trajectories(list_segments(dirs.rollouts)) == 2
     assert reader.finished_segments([]) == list_segments(dirs.scored)
 
 

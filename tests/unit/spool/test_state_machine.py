@@ -157,7 +157,7 @@ class Campaign(RuleBasedStateMachine):
     @invariant()
     def the_books_fit_the_disk(self):
         if hasattr(self, "reader"):
-            assert self.reader.num_passed <= count_trajectories(list_segments(self.dirs.rollouts))
+            assert self.reader.passed.total() <= count_trajectories(list_segments(self.dirs.rollouts))
 
     def finish(self):
         """Check that training gets every acknowledged trajectory once, whatever happened."""
