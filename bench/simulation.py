@@ -1,10 +1,11 @@
 """Check the simulator of `hpcrl simulate` against real campaigns, and its own cost: `python -m bench.simulation`.
 
     scale      3,072 GPUs, 60 steps, prompts of 12,000 tokens, lognormal lengths: CPU time and memory
-    campaigns  real campaigns with simulated engines (site local: real processes, files, HTTP), and the same recipes in
-               the simulator, which plays the episodes that they recorded: time of a step, busy share of the engines
+    campaigns  real campaigns with simulated engines (site local, or the lab with `--site lab`: real processes, files,
+               HTTP), and the same recipes in the simulator, which plays the episodes that they recorded: time of a step,
+               busy share of the engines
 
-`--only NAME` runs one of them. Campaigns run until their last step; the first step, in which a campaign starts up, does
+`--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first step, in which a campaign starts up, does
 not count. The trainer's time and the pause for weights are those that the campaign measured: what is compared is what
 the simulator makes of them. CPU time is that of one process, on whatever machine this is; the bar is for an idle one.
 """
@@ -117,10 +118,11 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
 """Settings of recipe quickstart."""
 
 
-def measure(full: bool, *, only: str | None) -> list[Figure]:
+def measure(full: bool, *, only: str | None, site: str, recipe: str | None) -> list[Figure]:
+    names = [recipe] if recipe else list(CAMPAIGNS) if full else list(CAMPAIGNS)[:2]
     parts: dict[str, Callable[[], list[Figure]]] = {
         "scale": partial(_measure_scale, num_steps=60 if full else 10),
-        "campaigns": partial(_measure_campaigns, list(CAMPAIGNS) if full else list(CAMPAIGNS)[:2]),
+        "campaigns": partial(_measure_campaigns, names, site),
     }
     return [figure for name in ([only] if only else parts) for figure in parts[name]()]
 
@@ -146,22 +148,22 @@ def _measure_scale(*, num_steps: int) -> list[Figure]:
     ]
 
 
-def _measure_campaigns(names: list[str]) -> list[Figure]:
-    return [figure for name in names for figure in _compare_campaign(name)]
+def _measure_campaigns(names: list[str], site: str) -> list[Figure]:
+    return [figure for name in names for figure in _compare_campaign(name, site)]
 
 
-def _compare_campaign(name: str) -> list[Figure]:
+def _compare_campaign(name: str, site: str) -> list[Figure]:
     """Run a campaign and simulate it."""
     settings = (*SMALL, *CAMPAIGNS[name])
     campaign = f"bench-simulation-{time.time_ns()}"
     words = [word for setting in settings for word in ("-s", setting)]
     subprocess.run(
-        [*HPCRL, "submit", "quickstart", "--site", "local", "--name", campaign, "--watch", *words],
+        [*HPCRL, "submit", "quickstart", "--site", site, "--name", campaign, "--watch", *words],
         check=True,
         stdout=subprocess.DEVNULL,
     )
     real = _read_real(campaign)
-    request = load_request("quickstart", site="local", settings=settings)
+    request = load_request("quickstart", site=site, settings=settings)
     simulated = simulate_campaign(
         request,
         find_sizes(request),
@@ -201,7 +203,9 @@ def _list_errors(name: str, real: dict[str, float], simulated: SimulationResult)
 
 OPTIONS = argparse.ArgumentParser(add_help=False)
 OPTIONS.add_argument("--only", choices=("scale", "campaigns"))
+OPTIONS.add_argument("--site", default="local", choices=("local", "lab"))
+OPTIONS.add_argument("--recipe", choices=list(CAMPAIGNS))
 
 if __name__ == "__main__":
     options, sys.argv[1:] = OPTIONS.parse_known_args()
-    sys.exit(main("simulation", partial(measure, only=options.only)))
+    sys.exit(main("simulation", partial(measure, only=options.only, site=options.site, recipe=options.recipe)))

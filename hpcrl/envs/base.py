@@ -13,7 +13,7 @@
     accepts                      whether a function can be called with given arguments
     check_program_choices        refuse options of a program that have other values than those known
     SamplingSource, ConversationChoice  two options that every agent program has
-    OwnThread                    a thread for code that blocks
+    OwnThread, MAX_SPARE_THREADS   a thread for code that blocks, and how many wait for other code
     INVALID_COST                 the cost of a step that is not understood, in the environments of this package
 
 An environment is a class that the recipe names as `package.module:Name`, made with the domain's `options`. Any
@@ -24,6 +24,7 @@ step. A step that takes too long, or whose reward is not a finite number, is an 
 import asyncio
 import contextlib
 import inspect
+import os
 import queue
 import threading
 from collections.abc import Awaitable, Callable
@@ -84,6 +85,12 @@ class OwnThread:
         """Let the thread end after its calls."""
         self._calls.put(None)
         self._thread = None
+
+
+MAX_SPARE_THREADS = 8
+_spare_threads: list[OwnThread] = []
+"""Threads that have made an environment which does not need one."""
+os.register_at_fork(after_in_child=_spare_threads.clear)
 
 
 def _run_calls(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
@@ -236,7 +243,7 @@ def env_reward(trajectory: "Trajectory") -> float:
 
 async def make_env_in_thread(name: str, options: dict[str, Any], *, what: str) -> Env:
     """Make it in a thread, so that importing and making block no other episode and can be cancelled."""
-    thread = OwnThread()
+    thread = _spare_threads.pop() if _spare_threads else OwnThread()
     try:
         return adapt_env(await thread.call(partial(construct_env, name, options, what=what)), thread=thread)
     except BaseException:
@@ -286,7 +293,9 @@ def adapt_env(env: Any, *, thread: OwnThread | None = None) -> Env:
     """Return the async form of an environment; plain methods run in `thread`, an async one is returned unchanged."""
     if not _check_methods(env):
         return _ThreadedEnv(env, thread or OwnThread())
-    if thread is not None:
+    if thread is not None and len(_spare_threads) < MAX_SPARE_THREADS:
+        _spare_threads.append(thread)
+    elif thread is not None:
         thread.end()
     return cast(Env, env)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcrl.config.user_code import load_code
 from hpcrl.envs.arithmetic import Arithmetic, correct, evaluate_expression
-from hpcrl.envs.base import Step, adapt_env, construct_env, env_reward
+from hpcrl.envs.base import OwnThread, Step, adapt_env, construct_env, env_reward, make_env_in_thread
 from hpcrl.envs.gymnasium_text import INVALID_COST, FrozenLake, Taxi, goal_and_way, success
 from hpcrl.errors import ConfigError
 from hpcrl.spool.record import EpisodeTurn
@@ -290,6 +291,56 @@ class TestPlainEnvironments:
             await hung
 
         asyncio.run(run())
+
+
+class Noted:
+    """An async environment that notes the threads that have made one."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+    barrier: ClassVar[threading.Barrier | None] = None
+
+    def __init__(self):
+        if self.barrier is not None:
+            self.barrier.wait(10)
+        self.threads.append(threading.current_thread())
+
+    async def reset(self, seed):
+        return str(seed)
+
+    async def step(self, action):
+        return Step(observation=action)
+
+    async def close(self): ...
+
+
+def make_noted(num, *, at_once=False):
+    """Return the threads in which environments are made."""
+    Noted.threads, Noted.barrier = [], threading.Barrier(num) if at_once else None
+    name = f"{__name__}:Noted"
+
+    async def run():
+        calls = [make_env_in_thread(name, {}, what="env") for _ in range(num)]
+        if at_once:
+            await asyncio.gather(*calls)
+        else:
+            for call in calls:
+                await call
+
+    asyncio.run(run())
+    return Noted.threads
+
+
+def test_async_environments_are_made_in_one_thread_after_the_other_and_in_several_at_once():
+    assert len(set(make_noted(5))) == 1
+    assert len(set(make_noted(3, at_once=True))) == 3
+
+
+def test_a_plain_environment_shares_its_thread_with_none_that_is_made_later():
+    plain = adapt_env(Plain(), thread=OwnThread())
+    first, _ = play(plain, ["a"])
+    assert first
+    (thread,) = plain._env.threads
+    assert thread not in make_noted(3)
 
 
 def test_a_step_is_plain_data():
