@@ -2,12 +2,13 @@
 
     scale      3,072 GPUs, 60 steps, prompts of 12,000 tokens, lognormal lengths: CPU time and memory
     campaigns  real campaigns with simulated engines (site local, or the lab with `--site lab`: real processes, files,
-               HTTP), and the same recipes in the simulator, which plays the episodes that they recorded: time of a step,
-               busy share of the engines
+               HTTP), and the same recipes in the simulator, which plays the episodes that they recorded: time of a
+               step, busy share of the engines
 
-`--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first step, in which a campaign starts up, does
-not count. The trainer's time and the pause for weights are those that the campaign measured: what is compared is what
-the simulator makes of them. CPU time is that of one process, on whatever machine this is; the bar is for an idle one.
+`--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first
+step, in which a campaign starts up, does not count. The trainer's time and the pause for weights are those that the
+campaign measured: what is compared is what the simulator makes of them. CPU time is that of one process, on whatever
+machine this is; the bar is for an idle one.
 """
 
 import argparse

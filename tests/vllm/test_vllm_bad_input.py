@@ -5,6 +5,7 @@ In every case the server has no work left for the request afterwards.
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -207,3 +208,22 @@ async def moody(mood: str) -> AsyncIterator[EngineEndpoint]:
         yield make_endpoint("moody", url=f"http://127.0.0.1:{runner.addresses[0][1]}")
     finally:
         await runner.cleanup()
+
+
+def test_the_server_keeps_an_idle_connection_for_longer_than_its_client(pair: "list[Behind]") -> None:
+    """A request on a connection that the server closes at that moment would fail."""
+
+    async def ask_twice() -> list[bytes]:
+        reader, writer = await asyncio.open_unix_connection(str(pair[0].engine.server.socket_path))
+        lines = []
+        for pause_s in (6.0, 0.0):  # vLLM's own limit is 5 s
+            writer.write(b"GET /version HTTP/1.1\r\nHost: vllm\r\n\r\n")
+            lines.append(await reader.readline())
+            head = await reader.readuntil(b"\r\n\r\n")
+            (length,) = re.findall(rb"content-length: (\d+)", head.lower())
+            await reader.readexactly(int(length))
+            await asyncio.sleep(pause_s)
+        writer.close()
+        return lines
+
+    assert asyncio.run(ask_twice()) == [b"HTTP/1.1 200 OK\r\n"] * 2

@@ -71,6 +71,8 @@ HEALTH_TIMEOUT_S = 60.0
 MAX_SILENCES = 3
 ENGINE_STEP_TIMEOUT_S = 1800.0
 """vLLM's time limit for a step of its worker processes; its default of 300 s is too short on a crowded machine."""
+CLIENT_KEEP_ALIVE_S, SERVER_KEEP_ALIVE_S = 15.0, 60.0
+"""The time for which idle connections are kept: no request may meet one that the server just closes."""
 SERVER_END_GRACE_S = 15.0
 LOGGED_ERROR = re.compile(r"^\(.+ pid=\d+\) ERROR .*?\] ([\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 """The last line of a traceback that a process of vLLM logs."""
@@ -269,6 +271,7 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         **_choose_addresses(launch, inherited=inherited),
         NODE_VARIABLE: launch.node,
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(round(SERVER_KEEP_ALIVE_S)),
         "VLLM_ENGINE_READY_TIMEOUT_S": str(round(launch.start_timeout_s)),
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(ENGINE_STEP_TIMEOUT_S)),
         "VLLM_CPU_KVCACHE_SPACE": str(launch.cpu_kv_gib),
@@ -356,7 +359,8 @@ class VllmServer:
             meeting = None if self._watch is None else self._watch.meeting
             self._log_start = measure_file(launch.log)
             self._process = spawn_supervised(launch, scratch=self._scratch, meeting=meeting)
-            connector = aiohttp.UnixConnector(path=str(self.socket_path), limit=0)
+            path = str(self.socket_path)
+            connector = aiohttp.UnixConnector(path=path, limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S)
             self._http = aiohttp.ClientSession(connector=connector, base_url="http://vllm")
             await self._wait_until_well()
             if launch.judge is None:  # a reward model generates nothing
