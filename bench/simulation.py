@@ -6,8 +6,8 @@
                step, busy share of the engines
 
 `--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first
-step, in which a campaign starts up, does not count. The trainer's time and the pause for weights are those that the
-campaign measured: what is compared is what the simulator makes of them. CPU time is that of one process, on whatever
+step, in which a campaign starts up, does not count. The times of a training step and of the hand-overs are those of the
+campaign: what is compared is what the simulator makes of them. CPU time is that of one process, on whatever
 machine this is; the bar is for an idle one.
 """
 
@@ -20,8 +20,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
+from bench.campaigns.campaign import MeasuredCampaign
+from bench.campaigns.handovers import measure_handovers
 from bench.figures import Figure, main
 from hpcrl.campaign import directory
 from hpcrl.campaign.request import load_request
@@ -108,7 +110,7 @@ walltime_min = 720
 num_jobs = 20
 """
 HPCRL = (sys.executable, "-m", "hpcrl.cli")
-SMALL = ("engine.backend=sim", "engine.sim.speed=0.1", "rollout.max_new_tokens=16", "train.num_steps=15")
+SMALL = ("engine.backend=sim", "engine.sim.speed=0.004", "rollout.max_new_tokens=16", "train.num_steps=12")
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "sync": ("rollout.mode=sync",),
     "async, lag 1": ("rollout.max_lag=1",),
@@ -163,13 +165,13 @@ def _compare_campaign(name: str, site: str) -> list[Figure]:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    real = _read_real(campaign)
+    real, handover_s = _read_real(campaign), _measure_handover_s(campaign, site)
     request = load_request("quickstart", site=site, settings=settings)
     simulated = simulate_campaign(
         request,
         find_sizes(request),
         RecordedEpisodes(read_campaign_traces(campaign)),
-        SimulationSettings(train_s=real["train_s"], num_steps=int(real["num_steps"])),
+        SimulationSettings(train_s=real["train_s"], handover_s=handover_s, num_steps=int(real["num_steps"])),
     )
     subprocess.run([*HPCRL, "rm", campaign, "--yes"], check=True, stdout=subprocess.DEVNULL)
     return _list_errors(name, real, simulated)
@@ -189,6 +191,13 @@ def _read_real(name: str) -> dict[str, float]:
         "train_s": fmean(step.step_s or 0.0 for step in steps),
         "busy": sum(one.busy_share * one.window_s for one in loads) / window_s if window_s else 0.0,
     }
+
+
+def _measure_handover_s(name: str, site: str) -> float:
+    """Return the time from the last token that an idle trainer waits for to its step, and from there to the engines."""
+    root = directory.find_campaign(name).root
+    times = measure_handovers(MeasuredCampaign(home=root.parents[1], site=site, name=name), first_step=2)
+    return median(times.end_to_step or times.youngest_to_seal) + median(times.publish_to_load)
 
 
 def _list_errors(name: str, real: dict[str, float], simulated: SimulationResult) -> list[Figure]:

@@ -37,11 +37,12 @@ class MeasuredCampaign:
 
     home: Path
     site: str
+    name: str = NAME
     submitted_at: float = 0.0
     events: list[CampaignEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.directory = CampaignDir(self.home / "campaigns" / NAME)
+        self.directory = CampaignDir(self.home / "campaigns" / self.name)
         self._reader = EventReader(self.directory.events)
 
     def command(self, *arguments: str) -> None:

@@ -2,13 +2,15 @@
 
 AdmissionControl        decides how many groups an env worker may start now, in every mode
 count_needed_groups     how many groups of one of several env workers training needs
-LateWorkers               which env workers are late with theirs
+LateWorkers             which env workers are late with theirs
 count_groups_with_room  how many whole groups one of several env workers has room for
 get_mode_lag            how far ahead of training a mode lets episodes start
 completes_batch         whether trajectories that become durable now complete a batch
 limit_to_batch          a whole batch or nothing, for the mode that waits for the last episode of each
 add_spare_groups        a batch with spare groups, so that the slowest are not waited for
 compute_share           one worker's part of a whole; the parts sum to the whole
+subtract_counts         how many trajectories of each worker wait for training
+MIN_PATIENCE_S, PATIENCE_FACTOR   when a part that is missing is late
 """
 
 from collections import Counter

@@ -134,7 +134,13 @@ class SimulatedCampaign:
         return {role: size for role, size in self.sizes.roles.items() if role != "train"}
 
     def _make_engine(self, size: RoleSize) -> FluidEngine:
-        return FluidEngine(self.queue, self._find_speed(size), max_batch=self.recipe.engine.max_batch)
+        speed, max_batch = self._find_speed(size), self.recipe.engine.max_batch
+        return FluidEngine(self.queue, speed, max_batch=max_batch, time_scale=self._time_scale)
+
+    @property
+    def _time_scale(self) -> float:
+        engine = self.recipe.engine
+        return 1 / engine.sim.speed if engine.backend == "sim" else 1.0
 
     def _find_speed(self, size: RoleSize) -> WorkerSpeed:
         return self.sizes.find_speed(size, self.recipe)
@@ -214,7 +220,7 @@ class SimulatedCampaign:
         bytes_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
         for name, engine in self.engines.items():
             size = self.sizes.roles[parse_role(name)]
-            pause_s = bytes_s / size.gpus_each if stall_s is None else stall_s
+            pause_s = bytes_s / size.gpus_each * self._time_scale if stall_s is None else stall_s
             if engine.is_up:
                 self.queue.call_later(0.0, partial(self._load, engine, version, pause_s))
         self._poll_env_workers()

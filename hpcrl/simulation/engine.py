@@ -71,8 +71,16 @@ class FluidEngine:
     """A simulated engine worker."""
 
     def __init__(
-        self, queue: EventQueue, speed: WorkerSpeed, *, max_batch: int, tokens_per_step: int = 2048, version: int = 0
+        self,
+        queue: EventQueue,
+        speed: WorkerSpeed,
+        *,
+        max_batch: int,
+        tokens_per_step: int = 2048,
+        version: int = 0,
+        time_scale: float = 1.0,
     ) -> None:
+        """Make an engine of a speed; all of its times are longer by `time_scale`."""
         self.version = version
         self.busy_s = 0.0
         """Time with a request."""
@@ -83,6 +91,7 @@ class FluidEngine:
         self.is_up = True
         self._queue = queue
         self._speed = speed
+        self._time_scale = time_scale
         self._max_batch = max_batch
         self._tokens_per_step = tokens_per_step
         self._waiting: list[tuple[int, int, EngineRow]] = []
@@ -231,7 +240,7 @@ class FluidEngine:
         steps = min(to_end, to_first)
         mean_kv = self._num_kv + steps * batch / 2
         steps_s = self._speed.decode_s(batch, num_kv=mean_kv) if batch else self._speed.base_step_s(chunk)
-        self._step_s = steps_s + prompts_s
+        self._step_s = (steps_s + prompts_s) * self._time_scale
         due, start = self._due, max(self._queue.now, self._paused_until)
         self._queue.call_at(start + steps * self._step_s, lambda: self._change(due))
 

@@ -175,6 +175,11 @@ def test_of_several_env_workers_the_first_to_finish_starts_no_episode_that_would
     assert sum(result.waste.values()) == 0
 
 
+def test_a_campaign_of_simulated_engines_is_as_slow_as_they_are():
+    one, other = (simulate("engine.backend=sim", f"engine.sim.speed={speed}", train_s=0.01) for speed in (1.0, 0.1))
+    assert other.utilisation["decode"] == pytest.approx(10 * one.utilisation["decode"], rel=0.1)
+
+
 def test_a_slow_trainer_is_busy_and_a_fast_one_waits():
     slow, fast = simulate(train_s=60.0), simulate(train_s=0.01)
     assert slow.utilisation["train"] > 0.95
