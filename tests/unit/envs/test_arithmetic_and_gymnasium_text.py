@@ -293,7 +293,7 @@ class TestPlainEnvironments:
         asyncio.run(run())
 
 
-class Noted:
+class NotedEnv:
     """An async environment that notes the threads that have made one."""
 
     threads: ClassVar[list[threading.Thread]] = []
@@ -315,8 +315,8 @@ class Noted:
 
 def make_noted(num, *, at_once=False):
     """Return the threads in which environments are made."""
-    Noted.threads, Noted.barrier = [], threading.Barrier(num) if at_once else None
-    name = f"{__name__}:Noted"
+    NotedEnv.threads, NotedEnv.barrier = [], threading.Barrier(num) if at_once else None
+    name = f"{__name__}:NotedEnv"
 
     async def run():
         calls = [make_env_in_thread(name, {}, what="env") for _ in range(num)]
@@ -327,7 +327,7 @@ def make_noted(num, *, at_once=False):
                 await call
 
     asyncio.run(run())
-    return Noted.threads
+    return NotedEnv.threads
 
 
 def test_async_environments_are_made_in_one_thread_after_the_other_and_in_several_at_once():
