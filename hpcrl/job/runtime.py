@@ -118,14 +118,17 @@ class JobRuntime:
 
         Where all roles share one machine, reward workers start with their first task: no episode waits for them.
         """
+        roles = list(filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)))
+        if not roles:  # a recipe that only imitates
+            return
         from hpcrl.job.executors import JobExecutors  # it imports parsl: only here, and late
 
         self._executors = JobExecutors(self._job, address=self._address)
-        for role in filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)):
+        for role in roles:
             if role != "reward" or self._plan.layout != "local":
                 self._add_role(role)
         if self._plan.reward_jobs is not None:
-            self._add_reward_jobs(self._executors, self._plan.reward_jobs)
+            self._add_reward_jobs(self._plan.reward_jobs)
 
     def _add_role(self, role: RoleName) -> None:
         """Start the executor of a role and its worker pools."""
@@ -142,7 +145,7 @@ class JobRuntime:
         command = make_pool_command(self._job, role, python=python)
         self._started.add_pools(role, pools, command=command, workers_per_node=plan.workers_per_node)
 
-    def _add_reward_jobs(self, executors: "JobExecutors", reward_jobs: RewardJobPlan) -> None:
+    def _add_reward_jobs(self, reward_jobs: RewardJobPlan) -> None:
         """Add the executor of reward jobs; on a machine without a scheduler it starts processes instead."""
         from hpcrl.job.parsl_providers import JobProvider, StepProvider
 
@@ -160,7 +163,8 @@ class JobRuntime:
         else:
             blocks = JobProvider(reward_jobs, job=self._job, script=script)
         command = make_pool_command(self._job, "reward", python=choose_step_python(setup))
-        executors.add_elastic(ELASTIC_EXECUTOR, blocks, command=command, workers_per_node=reward_jobs.workers_per_job)
+        num = reward_jobs.workers_per_job
+        self._started.add_elastic(ELASTIC_EXECUTOR, blocks, command=command, workers_per_node=num)
 
     @property
     def _started(self) -> "JobExecutors":
@@ -287,7 +291,7 @@ class JobRuntime:
 
     def replace_lost_blocks(self) -> list[tuple[RoleName, str]]:
         """Start a new worker pool for every one that has ended; return their roles and nodes."""
-        return self._started.replace_lost()
+        return [] if self._executors is None else self._executors.replace_lost()
 
     def drop_node(self, role: RoleName, node: str) -> bool:
         """Exclude a node from a role and from the transport of weights; False if the role has no other node."""

@@ -15,7 +15,7 @@ from hpcrl.campaign_dir.events import CampaignEvent, FaultReported, SegmentScore
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import SpoolError
 from hpcrl.spool.ids import get_domain
-from hpcrl.spool.listing import SegmentListing, count_trajectories, find_segment_worker
+from hpcrl.spool.listing import SegmentListing, count_by_worker
 from hpcrl.spool.record import PackedTrajectory, Trajectory
 from hpcrl.spool.writer import BatchLimits, BatchWriter, DiskSpoolWriter
 from hpcrl.system.file_watch import PollPace
@@ -104,10 +104,8 @@ class SealedCount:
             added, removed = self._listing.changes()
             if added or removed:
                 self._pace.note_change()
-                for name in added:
-                    self._nums[find_segment_worker(name)] += count_trajectories([name])
-                for name in removed:
-                    self._nums[find_segment_worker(name)] -= count_trajectories([name])
+                self._nums.update(count_by_worker(added))
+                self._nums.subtract(count_by_worker(removed))
         return self._nums
 
 

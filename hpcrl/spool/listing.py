@@ -7,7 +7,7 @@
     SegmentListing        the same, for callers that ask many times a second
     find_shard            the part of a spool that a segment belongs to
     announce_changes      inform every SegmentListing of a change
-    count_trajectories    the number of trajectories, taken from the names
+    count_trajectories, count_by_worker   the number of trajectories, taken from the names
     describe_lost_spools  where to restore the spools, if a campaign has none any more
     sweep_leftovers       removes temporary files of killed writers
     quarantine_segment, make_quarantine_path    move a damaged segment away, and where to
@@ -33,6 +33,7 @@ import os
 import re
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +210,14 @@ class SegmentListing:
 def count_trajectories(names: Iterable[str]) -> int:
     """Count the trajectories in segments of these names."""
     return sum(name.count for name in map(parse_segment_name, names) if name is not None)
+
+
+def count_by_worker(names: Iterable[str]) -> Counter[str]:
+    """Return the number of trajectories in these segments by the worker that wrote them, in whichever job."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        counts[find_segment_worker(name)] += count_trajectories([name])
+    return counts
 
 
 def find_next_number(directory: Path, producer: str) -> int:
