@@ -36,7 +36,7 @@ from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
-from hpcrl.engines.http import RemoteEngine, make_client_session
+from hpcrl.engines.node_socket import EngineConnections
 from hpcrl.models.tiny import make_tiny_model
 
 SECTIONS = ("one", "slow", "essay", "start")
@@ -239,8 +239,8 @@ def _measure_engine(endpoint: EngineEndpoint, seconds: float) -> float:
 
 async def _count_tokens(endpoint: EngineEndpoint, seconds: float) -> int:
     num_tokens, ends_at = 0, time.monotonic() + seconds
-    async with make_client_session() as session:
-        engine = RemoteEngine(endpoint, session)
+    async with EngineConnections() as connections:
+        engine = connections.connect(endpoint)
 
         async def ask(index: int) -> None:
             nonlocal num_tokens

@@ -44,6 +44,8 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None = None
     """GPU type in the hardware catalogue; None on CPUs."""
     num_gpus: int = 0
+    socket: str = ""
+    """The path, on its node, of a Unix socket for turns; "" if it has none."""
 
 
 def make_token() -> str:

@@ -5,6 +5,7 @@
     make_prover          a server proves to its clients that it has the token
     RemoteEngine         the client: a TokenGenerator and TokenStreamer
     make_client_session  its connections
+    choose_status        the status of an engine's error
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
     fetch_kv_file        the same into a file
     MAX_BODY_BYTES, MAX_LOAD_AGE_S, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
@@ -196,7 +197,7 @@ async def _append_error(chunks: AsyncIterator[CompletionChunk]) -> AsyncIterator
     except EngineError as error:
         if not has_started:
             raise
-        yield _ErrorAnswer(error=str(error), status=_choose_status(error))
+        yield _ErrorAnswer(error=str(error), status=choose_status(error))
 
 
 async def _decode_body(http: web.Request, kind: type[T]) -> T:
@@ -239,12 +240,13 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     try:
         return await handler(request)
     except EngineError as error:
-        return _make_error_response(_choose_status(error), str(error))
+        return _make_error_response(choose_status(error), str(error))
     except web.HTTPClientError as error:
         return _make_error_response(error.status, error.text or error.reason)
 
 
-def _choose_status(error: EngineError) -> int:
+def choose_status(error: EngineError) -> int:
+    """Return the status that an error of an engine is answered with."""
     match error:
         case EngineRefusedError():
             return STATUS_FULL
@@ -297,12 +299,12 @@ class RemoteEngine:
         try:
             async with self._session.post(url, data=data, headers=self._headers, timeout=timeout) as http:
                 if http.status >= 400:
-                    raise self._make_error(url, http.status, await http.read())
+                    raise self.make_error(url, http.status, _read_error(await http.read()).error)
                 async for line in _read_lines(http.content):
                     last = self._decode_answer(line, kind=CompletionChunk, url=url)
                     yield last
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._make_silence(url, error) from error
+            raise self.make_silence(url, error) from error
         if last is None or last.finish_reason is None:
             raise EngineError(f"worker {self.endpoint.worker} at {url} ended the stream in the middle of a turn")
 
@@ -327,19 +329,20 @@ class RemoteEngine:
             async with self._session.request(method, url, data=data, headers=self._headers, timeout=timeout) as http:
                 answer = await http.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise self._make_silence(url, error) from error
+            raise self.make_silence(url, error) from error
         if http.status >= 400:
-            raise self._make_error(url, http.status, answer)
+            raise self.make_error(url, http.status, _read_error(answer).error)
         return self._decode_answer(answer, kind=kind, url=url)
 
-    def _make_silence(self, url: str, error: BaseException) -> EngineError:
+    def make_silence(self, url: str, error: BaseException) -> EngineError:
+        """Return the error of a server that did not answer."""
         if isinstance(error, UnprovedServerError):
             return EngineError(f"worker {self.endpoint.worker} at {url}: {error}")
         return EngineError(f"worker {self.endpoint.worker} at {url} did not answer: {error!r}")
 
-    def _make_error(self, url: str, status: int, answer: bytes) -> EngineError:
+    def make_error(self, url: str, status: int, why: str) -> EngineError:
+        """Return the error that a server answered with."""
         kinds = {STATUS_FULL: EngineRefusedError, 429: EngineRefusedError}
-        why = _read_error(answer).error
         if status == STATUS_UNFIT:  # it is the request's fault, whichever worker answers, and programs read this
             return EngineRequestError(why)
         why = f"worker {self.endpoint.worker} at {url} answered {status}: {why}"
@@ -351,7 +354,7 @@ class RemoteEngine:
         except msgspec.DecodeError as error:
             found = _read_error(answer)
             if found.status == STATUS_UNFIT:
-                raise self._make_error(url, found.status, answer) from None
+                raise self.make_error(url, found.status, found.error) from None
             raise EngineError(
                 f"worker {self.endpoint.worker} at {url} sent an invalid answer: {error}: {found.error}"
             ) from error

@@ -19,7 +19,7 @@ from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import DomainConfig, RolloutConfig
 from hpcrl.engines.base import InferenceEngine
-from hpcrl.engines.http import RemoteEngine, make_client_session
+from hpcrl.engines.node_socket import EngineConnections
 from hpcrl.envs.base import Env, is_program_domain
 from hpcrl.envs.pool import open_env
 from hpcrl.learn.consumed import read_consumed_groups
@@ -88,8 +88,8 @@ async def _play_until_drained(context: WorkerContext, wakeups: WakeEvent) -> Non
             recipe, campaign, job=context.job.number, report=report, certificate=context.certificate
         )
         stack.enter_context(judges)
-        session = await stack.enter_async_context(make_client_session(context.certificate))
-        router = _make_worker_router(context, connect=lambda endpoint: RemoteEngine(endpoint, session))
+        connections = await stack.enter_async_context(EngineConnections(context.certificate))
+        router = _make_worker_router(context, connect=connections.connect)
         env_worker = make_env_worker(
             context,
             router=await stack.enter_async_context(router),
@@ -237,7 +237,9 @@ class EnvWorker:
             num_waiting=self._count_waiting(),
         )
         seal = self.rollouts.seal_early if is_whole else self.rollouts.seal_due
-        self.accounts.record_sealed(await seal())
+        if sealed := await seal():
+            self.accounts.record_sealed(sealed)
+            self._write_hold()  # they may have been what training waited for
 
     def _count_waiting(self) -> int:
         """Count the trajectories of all env workers that are durable and not settled."""

@@ -39,6 +39,7 @@ from hpcrl.config.recipe import EngineConfig
 from hpcrl.config.site import OUR_CONNECTOR, Site
 from hpcrl.engines.base import LoadFigures, SleepingEngine, TokenGenerator, UpdatableEngine
 from hpcrl.engines.http import ServedEngine, make_client_session, make_kv_fetcher, serve_over_http
+from hpcrl.engines.node_socket import serve_over_socket
 from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.models.model_config import read_model_config
@@ -276,32 +277,34 @@ def make_vllm_launch(
 
 
 async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower", context: WorkerContext) -> None:
-    """Start the HTTP server, announce its endpoint, load new versions until the job ends, then shut it down."""
+    """Start the servers, announce their endpoint, load new versions until the job ends, then shut them down."""
     token = endpoints.make_token()
     url, runner = await serve_over_http(
         engine, host=context.find_address(), token=token, certificate=context.certificate
     )
     role = context.role_plan
-    endpoint = EngineEndpoint(
-        role=context.role,
-        worker=context.name,
-        node=current_node(),
-        url=url,
-        token=token,
-        job=context.job.number,
-        gpu=context.choose_gpu(context.recipe.engine),
-        num_gpus=role.gpus_per_worker * role.nodes_per_engine,
-    )
-    endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
-    expect_work("generated nothing for the requests that it runs", context.stall_s)
-    reporter = LoadReporter(engine, context.events.emit, num_engines=role.num_workers)
-    reporting = asyncio.create_task(reporter.report(), name="load of the engine")
-    try:
-        await follower.follow(engine=engine)
-    finally:
-        reporting.cancel()
-        endpoints.withdraw_endpoint(context.campaign.endpoints, context.name)
-        await runner.cleanup()
+    async with serve_over_socket(engine, token=token) as socket:
+        endpoint = EngineEndpoint(
+            role=context.role,
+            worker=context.name,
+            node=current_node(),
+            url=url,
+            token=token,
+            job=context.job.number,
+            gpu=context.choose_gpu(context.recipe.engine),
+            num_gpus=role.gpus_per_worker * role.nodes_per_engine,
+            socket=socket,
+        )
+        endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
+        expect_work("generated nothing for the requests that it runs", context.stall_s)
+        reporter = LoadReporter(engine, context.events.emit, num_engines=role.num_workers)
+        reporting = asyncio.create_task(reporter.report(), name="load of the engine")
+        try:
+            await follower.follow(engine=engine)
+        finally:
+            reporting.cancel()
+            endpoints.withdraw_endpoint(context.campaign.endpoints, context.name)
+            await runner.cleanup()
 
 
 async def _await_first_version(

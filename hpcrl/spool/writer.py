@@ -22,6 +22,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
@@ -47,10 +48,12 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_age_s: float = 2.0
 
 
-BatchDrafter = Callable[[Sequence[PackedTrajectory]], Callable[[], None]]
+PublishBatch = Callable[[], Callable[[], object] | None]
+BatchDrafter = Callable[[Sequence[PackedTrajectory]], PublishBatch]
 """A function that writes a batch and returns the function that makes it durable and visible.
 
-Both may raise SpoolError, and leave nothing then.
+Both may raise SpoolError, and leave nothing then. The second may return a function, to be called once the
+writer acknowledges the batch.
 """
 
 SealedHook = Callable[[str, Sequence[PackedTrajectory]], object]
@@ -205,28 +208,30 @@ class BatchWriter:
 class _PendingBatch:
     """A batch that is written and not durable yet."""
 
-    def __init__(self, batch: list[tuple[float, PackedTrajectory]], publish: Callable[[], None]) -> None:
+    def __init__(self, batch: list[tuple[float, PackedTrajectory]], publish: PublishBatch) -> None:
         self.batch = batch
         self.num_bytes = sum(packed.num_bytes for _, packed in batch)
         self._error: BaseException | None = None
+        self.is_finished = False
+        """True once it is durable, or has failed."""
         # Not a daemon: a process that ends normally ends after its writes.
         self._thread = threading.Thread(target=self._run, args=(publish,), name="spool")
         self._thread.start()
-
-    @property
-    def is_finished(self) -> bool:
-        return not self._thread.is_alive()
 
     def wait(self) -> BaseException | None:
         """Wait until the batch is durable or has failed; return the error or None."""
         self._thread.join()
         return self._error
 
-    def _run(self, publish: Callable[[], None]) -> None:
+    def _run(self, publish: PublishBatch) -> None:
+        announce: Callable[[], object] | None = None
         try:
-            publish()
+            announce = publish()
         except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
             self._error = error
+        self.is_finished = True  # before it is announced: whoever is woken asks the writer at once
+        if announce is not None:
+            announce()
 
 
 class DiskSpoolWriter(BatchWriter):
@@ -256,7 +261,7 @@ class DiskSpoolWriter(BatchWriter):
         self._on_sealed = on_sealed
         self._number: int | None = None
 
-    def _draft_segment(self, batch: Sequence[PackedTrajectory]) -> Callable[[], None]:
+    def _draft_segment(self, batch: Sequence[PackedTrajectory]) -> PublishBatch:
         with self._explain_errors(len(batch)):
             if self._number is None:
                 self._number = self._first_number()
@@ -264,12 +269,12 @@ class DiskSpoolWriter(BatchWriter):
             publish_draft = draft_packed(self._directory / str(name), batch, compression=self._compression)
             self._number += 1
 
-        def publish() -> None:
+        def publish() -> Callable[[], object]:
             with self._explain_errors(len(batch)):
                 publish_draft()
             has_twin = self._link_twin(str(name), batch)
             announce_changes(self._directory, added=[str(name)])
-            self._on_sealed(str(name), batch if has_twin else ())
+            return partial(self._on_sealed, str(name), batch if has_twin else ())
 
         return publish
 

@@ -25,11 +25,13 @@ from hpcrl.engines.base import (
 )
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.http import RemoteEngine, make_client_session, make_kv_fetcher, serve_over_http
+from hpcrl.engines.node_socket import EngineConnections, serve_over_socket
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.errors import EngineError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.tiny import MARKS, make_tiny_model
+from hpcrl.system.network import current_node
 from hpcrl.testing.memory import MemoryStore
 from tests.support.endpoints import make_endpoint
 from tests.support.structures import read_text
@@ -63,6 +65,19 @@ async def over_http(model: Any) -> AsyncIterator[InferenceEngine]:
         await runner.cleanup()
 
 
+@asynccontextmanager
+async def over_socket(model: Any) -> AsyncIterator[InferenceEngine]:
+    async with (
+        EngineConnections() as connections,
+        make_client_session() as session,
+        EmbeddedEngine(model, store=MemoryStore(), max_batch=PLACES, fetch_kv=make_kv_fetcher(session)) as engine,
+        serve_over_socket(engine, token="secret") as socket,
+    ):
+        url, runner = await serve_over_http(engine, host="127.0.0.1", token="secret", max_load_age_s=0.0)
+        yield connections.connect(make_endpoint(url=url, token="secret", node=current_node(), socket=socket))
+        await runner.cleanup()
+
+
 SIM = SimSettings(vocabulary=100, context_length=CONTEXT, max_batch=PLACES)
 SIM_PACE = estimate_speed(
     GPU_CATALOGUE["h20"], shape=ModelShape(num_layers=2, num_heads=2, num_kv_heads=1, head_dim=32, num_dense=90000)
@@ -93,7 +108,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(directory, device="cpu")
 
 
-@pytest.fixture(params=[in_process, over_http, simulated, simulated_over_http])
+@pytest.fixture(params=[in_process, over_http, over_socket, simulated, simulated_over_http])
 def opened(request: pytest.FixtureRequest, model: Any) -> Opened:
     return lambda: request.param(model)
 

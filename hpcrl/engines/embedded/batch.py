@@ -5,8 +5,8 @@
     MAX_PREFILL_TOKENS, MAX_SCORED_TOKENS  the sizes of passes
 
 The KV of a row covers all its tokens but the last; a step runs the model on the last token of every row, samples, and
-appends. After an update the next step recomputes the KV of the running rows, in the pass that also yields their next
-token. All of it is blocking torch work for one thread; hpcrl.engines.embedded.engine makes it asynchronous.
+appends. A row that joins gets its first token from the pass over its prompt, and after an update the next step
+recomputes the KV of the running rows in the pass that yields their next token. All of it is blocking torch work for one thread; hpcrl.engines.embedded.engine makes it asynchronous.
 
 Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 """
@@ -84,6 +84,10 @@ class RunningRequest:
             self.finish_reason = "length"
 
 
+_Pass = tuple[list[RunningRequest], torch.Tensor]
+"""Rows, and the logits of their next tokens."""
+
+
 class RunningBatch:
     """Rows that are generated together; row i has slot i."""
 
@@ -103,28 +107,24 @@ class RunningBatch:
         """True if the KV of the running rows is of other weights."""
         self._slots = KvSlots(probe_kv_shape(model))
         self._prefixes = PrefixCache(max_bytes=prefix_bytes)
+        self._last_B: torch.Tensor | None = None
+        """The position in each row whose logits the present pass computes; None for all."""
+        model.get_output_embeddings().register_forward_pre_hook(self._select_last)
 
     @torch.inference_mode()
     def advance(self, joining: list[RunningRequest]) -> list[RunningRequest]:
-        """Admit rows, generate one token for every row, and remove and return those that are done.
-
-        In the first step after an update, rows that join only get their KV.
-        """
+        """Admit rows, generate one token for every row, and remove and return those that are done."""
         was_stale, self._is_stale = self._is_stale, False
-        recomputed, logits_BV = self._recompute_kv() if was_stale else ([], None)
-        self._join(joining)
+        passes = [self._recompute_kv() if was_stale else self._continue_rows(), *self._join(joining)]
         if not self._weights_are_intact():
             return []
-        if logits_BV is not None:
-            self._sample_rows(recomputed, logits_BV)
+        rows = [row for part, _ in passes for row in part]
+        if rows:
+            self._sample_rows(rows, torch.cat([logits_BV for _, logits_BV in passes]))
         for row in self.rows:
             if row.max_new_tokens == 0:
                 row.finish_reason = "length"
-        done = self._release()
-        if self.rows and not was_stale:
-            self._generate_tokens()
-            done += self._release()
-        return done
+        return self._release()
 
     @torch.inference_mode()
     def drop(self, rows: Iterable[RunningRequest]) -> None:
@@ -186,23 +186,31 @@ class RunningBatch:
             self.is_torn = self._is_stale = True
         return not self.is_torn
 
-    def _recompute_kv(self) -> tuple[list[RunningRequest], torch.Tensor | None]:
-        """Recompute the KV of all rows and return them with the logits of their next tokens, from the same pass."""
+    def _recompute_kv(self) -> _Pass:
+        """Recompute the KV of all rows; the same passes yield the logits of their next tokens."""
         self.rows.sort(key=lambda row: len(row.token_ids), reverse=True)
-        logits = []
+        found = []
         for start, stop in _prefill_spans([len(row.token_ids) for row in self.rows]):
             ids = [row.token_ids for row in self.rows[start:stop]]
-            hidden_BQE = self._prefill(start, ids, dict.fromkeys(self.rows, 0)).last_hidden_state
-            last_B = torch.tensor([len(tokens) - 1 for tokens in ids], device=hidden_BQE.device)
-            logits.append(self.model.get_output_embeddings()(hidden_BQE[torch.arange(len(ids)), last_B]))
-        return list(self.rows), torch.cat(logits) if logits else None
+            found.append(self._prefill(start, ids, dict.fromkeys(self.rows, 0)))
+        return list(self.rows), torch.cat(found) if found else self._no_logits()
 
-    def _join(self, rows: list[RunningRequest]) -> None:
+    def _continue_rows(self) -> _Pass:
+        """Compute the logits of the next tokens of all rows."""
+        if not self.rows:
+            return [], self._no_logits()
+        ids_B1 = torch.tensor([[row.token_ids[-1]] for row in self.rows])
+        columns_B1 = torch.tensor([[len(row.token_ids) - 1] for row in self.rows])
+        return list(self.rows), self._forward(0, ids_B1, columns_B1)
+
+    def _join(self, rows: list[RunningRequest]) -> list[_Pass]:
+        """Compute the KV of new rows and, in the same passes, the logits of their first tokens."""
         if not rows:
-            return
+            return []
         known = {row: self._find_known_kv(row) for row in rows}
         starts = {row: len(kv.token_ids) if kv else 0 for row, kv in known.items()}
-        rows = sorted(rows, key=lambda row: len(row.token_ids) - starts[row], reverse=True)
+        new_ids = {row: row.token_ids[starts[row] : None if row.max_new_tokens else -1] for row in rows}
+        rows = sorted(rows, key=lambda row: len(new_ids[row]), reverse=True)
         first = len(self.rows)
         self._slots.reserve(num_slots=first + len(rows), num_columns=max(len(row.token_ids) for row in rows))
         for slot, row in enumerate(rows, start=first):
@@ -210,8 +218,11 @@ class RunningBatch:
                 self._slots.put(slot, kv.kv_KHTD)
             row.kv = None
         self.rows += rows
-        for start, stop in _prefill_spans([len(row.token_ids) - 1 - starts[row] for row in rows]):
-            self._prefill(first + start, [row.token_ids[starts[row] : -1] for row in rows[start:stop]], starts)
+        passes = []
+        for start, stop in _prefill_spans([len(new_ids[row]) for row in rows]):
+            span = rows[start:stop]
+            passes.append((span, self._prefill(first + start, [new_ids[row] for row in span], starts)))
+        return [_leave_out_prompts(rows, logits_BV) for rows, logits_BV in passes]
 
     def _find_known_kv(self, row: RunningRequest) -> RowKv | None:
         """Return KV that was handed over by a prefill engine or kept from the trajectory's last turn."""
@@ -224,22 +235,15 @@ class RunningBatch:
         same = kv.version == self.version and kv.token_ids == row.token_ids[:-1]
         return same and self._slots.shape.has_shape_of(kv.kv_KHTD)
 
-    def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> Any:
-        """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first`."""
+    def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> torch.Tensor:
+        """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first`, and the logits that follow."""
         Q = max(len(ids) for ids in new_ids)
         ids_BQ = torch.tensor([ids + [0] * (Q - len(ids)) for ids in new_ids])
         starts_B1 = torch.tensor([[starts[row]] for row in self.rows[first : first + len(new_ids)]])
         if (starts_B1 == starts_B1[0]).all():
             starts_B1 = starts_B1[:1]
-        return self._forward(self.model.base_model, first, ids_BQ, starts_B1 + torch.arange(Q))
-
-    def _generate_tokens(self) -> None:
-        rows = self.rows
-        ids_B1 = torch.tensor([[row.token_ids[-1]] for row in rows])
-        columns_B1 = torch.tensor([[len(row.token_ids) - 1] for row in rows])
-        logits_BV = self._forward(self.model, 0, ids_B1, columns_B1).logits[:, -1]
-        if self._weights_are_intact():
-            self._sample_rows(rows, logits_BV)
+        last_B = torch.tensor([len(ids) - 1 for ids in new_ids])
+        return self._forward(first, ids_BQ, starts_B1 + torch.arange(Q), last_B=last_B)
 
     def _sample_rows(self, rows: list[RunningRequest], logits_BV: torch.Tensor) -> None:
         """Sample a token for each row; a row fails if its structure allows none."""
@@ -263,21 +267,41 @@ class RunningBatch:
                 row.accept(token_id, logprob=logprob, version=self.version, top=top)
         self.num_generated += len(rows)
 
-    def _forward(self, module: Any, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor) -> Any:
-        """Run the model on new tokens at `columns_BQ`; one row of columns is used for all rows."""
+    def _forward(
+        self, first: int, ids_BQ: torch.Tensor, columns_BQ: torch.Tensor, *, last_B: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Run the model on new tokens at `columns_BQ`; one row of columns is used for all rows.
+
+        Returns the logits after the token at `last_B` of each row, by default the only one.
+        """
         width = int(columns_BQ.max()) + 1
         self._slots.reserve(num_slots=first + len(ids_BQ), num_columns=width)
         device = self._slots.shape.device
         columns_BQ = columns_BQ.to(device)
         mask_B1QW = torch.arange(width, device=device) <= columns_BQ[:, None, :, None]
         cache = self._slots.make_cache(first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width)
-        return module(
-            input_ids=ids_BQ.to(device),
-            position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
-            attention_mask=mask_B1QW,
-            use_cache=True,
-            **{name_cache_argument(module): cache},
-        )
+        self._last_B = None if last_B is None else last_B.to(device)
+        try:
+            logits_B1V: torch.Tensor = self.model(
+                input_ids=ids_BQ.to(device),
+                position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
+                attention_mask=mask_B1QW,
+                use_cache=True,
+                **{name_cache_argument(self.model): cache},
+            ).logits
+        finally:
+            self._last_B = None
+        return logits_B1V[:, -1]
+
+    def _select_last(self, _: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        """Give the output layer only the hidden values that logits are needed of; the model scales and caps these."""
+        if self._last_B is None:
+            return None
+        (hidden_BQE,) = inputs
+        return (hidden_BQE[torch.arange(len(hidden_BQE)), self._last_B][:, None],)
+
+    def _no_logits(self) -> torch.Tensor:
+        return torch.zeros(0, self.vocabulary_size, device=self._slots.shape.device)
 
     def _release(self) -> list[RunningRequest]:
         """Remove and return the rows that are done; the last rows move into their slots."""
@@ -301,6 +325,12 @@ class RunningBatch:
         self._prefixes.put(kv, keep_s=row.keep_kv_s)
         if row.max_new_tokens == 0:
             row.kv = kv
+
+
+def _leave_out_prompts(rows: list[RunningRequest], logits_BV: torch.Tensor) -> _Pass:
+    """Return the rows that generate tokens, and their logits."""
+    kept = [place for place, row in enumerate(rows) if row.max_new_tokens]
+    return [rows[place] for place in kept], logits_BV[kept]
 
 
 def _prefill_spans(num_new: list[int]) -> Iterator[tuple[int, int]]:

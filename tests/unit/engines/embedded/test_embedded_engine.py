@@ -138,7 +138,7 @@ def test_the_next_turn_computes_only_its_new_tokens(model: Any) -> None:
         return prompt, await engine.generate(ask("2", token_ids=prompt, max_new_tokens=3))
 
     prompt, second = on(engine, turns)
-    assert widths == [4, 1, 1, 1]
+    assert widths == [5, 1, 1]  # the last token of the answer before, and four new ones
     assert second.logprobs == pytest.approx(scored(model, prompt, second.token_ids), abs=1e-4)
 
 
