@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, EventReader
 from hpcrl.campaign_dir.paths import SPOOLS, CampaignDir, SpoolName, parse_job
 from hpcrl.errors import HpcrlError, SlurmError
@@ -299,8 +301,8 @@ class SnapshotCollector:
         return self._records.get(name)
 
     def _read_num_settled(self, problems: list[str]) -> int:
-        settled = read_json_as(self.campaign_dir.settled, dict[str, int], problems)
-        return settled.get("num", 0) if settled else 0
+        settled = read_json_as(self.campaign_dir.settled, _SettledNum, problems)
+        return settled.num if settled else 0
 
     def _count_durable(self, spool: SpoolName, problems: list[str]) -> int:
         try:
@@ -310,6 +312,12 @@ class SnapshotCollector:
             return 0
         self._num_durable[spool] += count_trajectories(added) - count_trajectories(removed)
         return self._num_durable[spool]
+
+
+class _SettledNum(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of settled.json that is shown: `hpcrl.rollout.flow_control.SettledCount` has all of it."""
+
+    num: int = 0
 
 
 def _make_thinning(events: Path, *, created: float, now: float) -> CountThinning:

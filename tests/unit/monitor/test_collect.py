@@ -43,6 +43,7 @@ from hpcrl.monitor.job_state import (
 from hpcrl.monitor.progress import name_subject
 from hpcrl.monitor.snapshot import CampaignSnapshot, encode_snapshot, measure_change
 from hpcrl.monitor.view import survey_campaigns
+from hpcrl.rollout.flow_control import SettledCount, SettledWriter
 from hpcrl.slurm.status import JobStatus, parse_queue
 from hpcrl.system.files import publish_json, read_json
 from tests.support.synthetic import T0, SyntheticCampaign
@@ -406,7 +407,7 @@ def test_spool_depths_count_what_the_next_stage_has_not_consumed(campaign: Synth
         campaign.segment("rollouts", number, 16)
     for number in range(3):
         campaign.segment("scored", number, 16)
-    publish_json(campaign.directory.settled, {"num": 24})
+    SettledWriter(campaign.directory.settled).write(SettledCount(num=24, version=1, workers={"env-0": 24}))
 
     assert [(spool.name, spool.depth) for spool in collector(campaign).poll().spools] == [
         ("rollouts", 32), ("scored", 24),
