@@ -6,9 +6,9 @@
                step, busy share of the engines
 
 `--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first
-step, in which a campaign starts up, does not count. The times of a training step and of the hand-overs are those of the
-campaign: what is compared is what the simulator makes of them. CPU time is that of one process, on whatever
-machine this is; the bar is for an idle one.
+step, in which a campaign starts up, does not count. Episodes, the times of a training step, of the hand-overs and of
+the starts of episodes are those of the campaign: what is compared is what the simulator makes of them. CPU time is that
+of one process, on whatever machine this is; the bar is for an idle one.
 """
 
 import argparse
@@ -19,25 +19,29 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, quantiles
+from typing import NamedTuple
 
 from bench.campaigns.campaign import MeasuredCampaign
-from bench.campaigns.handovers import measure_handovers
+from bench.campaigns.handovers import find_start, measure_handovers
 from bench.figures import Figure, main
 from hpcrl.campaign import directory
 from hpcrl.campaign.request import load_request
-from hpcrl.campaign_dir.event_log import EventReader
-from hpcrl.campaign_dir.events import EngineCounted, StepFinished
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
 from hpcrl.simulation.recorded import read_campaign_traces
 from hpcrl.simulation.result import SimulationResult
 from hpcrl.simulation.sizes import find_sizes
-from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings, RecordedEpisodes
+from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
+from hpcrl.spool.reader import DiskSpoolReader
+from hpcrl.spool.record import Trajectory, TrajectoryFacts
 
 BAR_CPU_S = 60.0
 BAR_MIB = 2048.0
 BAR_ERROR = 0.10
+MAX_START_GAP_S = 0.05
+"""Episodes that start together follow each other by less."""
 NUM_GPUS = 3072
 LARGE_SITE = """
 name = "large"
@@ -90,9 +94,9 @@ num_steps = 60
 groups_per_step = 128
 learning_rate = 1e-6
 trainer = "megatron"
-tensor_parallel = 8
-pipeline_parallel = 4
-expert_parallel = 8
+tensor_parallel = 4
+pipeline_parallel = 2
+expert_parallel = 16
 [engine]
 backend = "vllm"
 max_model_len = 131072
@@ -119,6 +123,14 @@ CAMPAIGNS: dict[str, tuple[str, ...]] = {
     "redundant": ("rollout.redundancy=4", "rollout.late_after_s=0"),
 }
 """Settings of recipe quickstart."""
+
+
+class RealFigures(NamedTuple):
+    """The figures of a campaign that are compared."""
+
+    step_s: float
+    busy_share: float
+    """The share of the time in which the engine that decodes had a turn."""
 
 
 def measure(full: bool, *, only: str | None, site: str, recipe: str | None) -> list[Figure]:
@@ -165,48 +177,92 @@ def _compare_campaign(name: str, site: str) -> list[Figure]:
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    real, handover_s = _read_real(campaign), _measure_handover_s(campaign, site)
+    root = directory.find_campaign(campaign).root
+    measured = MeasuredCampaign(home=root.parents[1], site=site, name=campaign)
     request = load_request("quickstart", site=site, settings=settings)
     simulated = simulate_campaign(
-        request,
-        find_sizes(request),
-        RecordedEpisodes(read_campaign_traces(campaign)),
-        SimulationSettings(train_s=real["train_s"], handover_s=handover_s, num_steps=int(real["num_steps"])),
+        request, find_sizes(request), read_campaign_traces(campaign), _measure_settings(measured)
     )
+    real = _read_real(measured)
     subprocess.run([*HPCRL, "rm", campaign, "--yes"], check=True, stdout=subprocess.DEVNULL)
     return _list_errors(name, real, simulated)
 
 
-def _read_real(name: str) -> dict[str, float]:
-    """Return the step time, the trainer's time and the busy share of engines of a campaign."""
-    every = EventReader(directory.find_campaign(name).events).poll_merged()
-    events = [event for event in every if isinstance(event, EngineCounted | StepFinished)]
-    steps = [event for event in events if isinstance(event, StepFinished)]
+def _read_real(campaign: MeasuredCampaign) -> RealFigures:
+    """Return what a campaign took from the end of its first step to that of its last."""
+    steps = campaign.list_steps()
     first, last = steps[0].time, steps[-1].time
-    loads = [one for one in events if isinstance(one, EngineCounted) and first <= one.time <= last]
-    window_s = sum(one.window_s for one in loads)
-    return {
-        "num_steps": len(steps),
-        "step_s": (last - first) / (len(steps) - 1),
-        "train_s": fmean(step.step_s or 0.0 for step in steps),
-        "busy": sum(one.busy_share * one.window_s for one in loads) / window_s if window_s else 0.0,
-    }
+    return RealFigures(
+        step_s=(last - first) / (len(steps) - 1), busy_share=_measure_busy_share(_list_turns(campaign), first, last)
+    )
 
 
-def _measure_handover_s(name: str, site: str) -> float:
-    """Return the time from the last token that an idle trainer waits for to its step, and from there to the engines."""
-    root = directory.find_campaign(name).root
-    times = measure_handovers(MeasuredCampaign(home=root.parents[1], site=site, name=name), first_step=2)
-    return median(times.end_to_step or times.youngest_to_seal) + median(times.publish_to_load)
+def _measure_busy_share(turns: list[tuple[float, float]], first: float, last: float) -> float:
+    """Return the share of a time in which the engine had a turn.
+
+    Engines count this themselves, but only once a second: steps of the campaign may take as long, or a multiple of it.
+    """
+    busy_s, until = 0.0, first
+    for start, end in turns:
+        busy_s += max(0.0, min(end, last) - max(start, until))
+        until = max(until, end)
+    return busy_s / (last - first)
 
 
-def _list_errors(name: str, real: dict[str, float], simulated: SimulationResult) -> list[Figure]:
-    step = abs((simulated.step_s or 0.0) / real["step_s"] - 1)
-    busy = abs(simulated.utilisation["decode"] - real["busy"])
+def _measure_settings(campaign: MeasuredCampaign) -> SimulationSettings:
+    """Return the settings of a simulation with the times of a campaign that no policy decides.
+
+    The trainer may have waited for a hold, or the last episode to be sealed, both of which are simulated: the time of a
+    hand-over is that of the fastest quarter.
+    """
+    steps, times = campaign.list_steps(), measure_handovers(campaign, first_step=2)
+    return SimulationSettings(
+        num_steps=len(steps),
+        train_s=fmean(step.time - find_start(step) for step in steps),
+        handover_s=quantiles(times.end_to_step, n=4)[0],
+        load_s=median(times.publish_to_notice),
+        episode_start_s=_measure_episode_start_s(campaign),
+    )
+
+
+def _measure_episode_start_s(campaign: MeasuredCampaign) -> float:
+    """Return the time between the starts of two episodes that start together."""
+    starts = sorted(_find_start(facts) for facts in _read_episodes(campaign))
+    gaps = [later - start for start, later in pairwise(starts)]
+    return fmean(gap for gap in gaps if gap < MAX_START_GAP_S)
+
+
+def _list_turns(campaign: MeasuredCampaign) -> list[tuple[float, float]]:
+    """Return the start and end of each turn, by start."""
+    found = []
+    for facts in _read_episodes(campaign):
+        now = _find_start(facts) + facts.reset_s
+        for turn in facts.turns:
+            found.append((now, now + turn.generate_s))
+            now += turn.generate_s + turn.step_s
+    return sorted(found)
+
+
+def _find_start(facts: TrajectoryFacts) -> float:
+    return facts.created - facts.reset_s - sum(turn.generate_s + turn.step_s for turn in facts.turns)
+
+
+def _read_episodes(campaign: MeasuredCampaign) -> list[Trajectory]:
+    readers = [
+        DiskSpoolReader(campaign.directory.spool(spool), on_damage=lambda *_: None) for spool in ("scored", "archive")
+    ]
+    return [trajectory for reader in readers for trajectory in reader.poll()]
+
+
+def _list_errors(name: str, real: RealFigures, simulated: SimulationResult) -> list[Figure]:
+    step = abs((simulated.step_s or 0.0) / real.step_s - 1)
+    busy = abs(simulated.utilisation["decode"] - real.busy_share)
     return [
-        Figure(name=f"{name}: step time, real", value=real["step_s"], unit="s"),
+        Figure(name=f"{name}: step time, real", value=real.step_s, unit="s"),
         Figure(name=f"{name}: step time, simulated", value=simulated.step_s or 0.0, unit="s"),
         Figure(name=f"{name}: error of the step time", value=step, unit="share", bar=BAR_ERROR, better="lower"),
+        Figure(name=f"{name}: engines' busy share, real", value=real.busy_share, unit=""),
+        Figure(name=f"{name}: engines' busy share, simulated", value=simulated.utilisation["decode"], unit=""),
         Figure(name=f"{name}: error of the engines' busy share", value=busy, unit="", bar=BAR_ERROR, better="lower"),
     ]
 

@@ -36,6 +36,8 @@ class HandoverTimes:
     step: list[float] = field(default_factory=list)
     publish_to_load: list[float] = field(default_factory=list)
     """From the end of a step until an engine uses its version."""
+    publish_to_notice: list[float] = field(default_factory=list)
+    """The same until the engine starts to load it, which waits for the end of a step of the engine."""
 
     def add(self, other: "HandoverTimes") -> None:
         for name, times in vars(other).items():
@@ -70,7 +72,9 @@ def measure_handovers(campaign: MeasuredCampaign, *, first_step: int) -> Handove
     published = {event.version: event.time for event in campaign.list_events(VersionPublished)}
     for event in campaign.list_events(VersionLoaded):
         if event.time >= from_s and event.version in published:
-            times.publish_to_load.append(event.time - published[event.version])
+            load_s = event.time - published[event.version]
+            times.publish_to_load.append(load_s)
+            times.publish_to_notice.append(load_s - (event.wall_s or 0.0))
     return times
 
 

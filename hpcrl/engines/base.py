@@ -19,7 +19,7 @@ and these are the values they exchange:
     KvHandle, FetchKv                 the KV of a remote prefill, and how it is fetched
     LoadFigures                       the load of an engine
     FinishReason                      why generation ended
-    LOCAL_URL_PREFIX, MAX_TOP_LOGPROBS  constants of these formats
+    LOCAL_URL_PREFIX, MAX_LOAD_AGE_S, MAX_TOP_LOGPROBS  constants of these formats
 """
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -88,6 +88,8 @@ class OutputStructure(msgspec.Struct, frozen=True, kw_only=True):
 
 LOCAL_URL_PREFIX = "local:"
 """A handle with this URL prefix points into the engine that made it; a server replaces it with its own address."""
+MAX_LOAD_AGE_S = 0.25
+"""The age up to which a server sends the same figures to all who ask: an engine may have to compute them."""
 FetchKv = Callable[[KvHandle], Awaitable[bytes]]
 """Fetch the KV that a handle points to; raises EngineError."""
 

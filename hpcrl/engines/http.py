@@ -8,7 +8,7 @@
     choose_status        the status of an engine's error
     make_kv_fetcher      fetch handed-over KV for an engine that decodes
     fetch_kv_file        the same into a file
-    MAX_BODY_BYTES, MAX_LOAD_AGE_S, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
+    MAX_BODY_BYTES, SHORT_TIMEOUT_S, KV_FETCH_TIMEOUT_S, STATUS_FULL, STATUS_UNFIT  limits and statuses
 
 Bodies are JSON of the structs in hpcrl.engines.base (a stream has one chunk per line); KV is sent as safetensors. A
 request that cannot be parsed is answered with 400, one that no engine can serve with 422, one that this engine has no
@@ -39,6 +39,7 @@ from hpcrl.campaign_dir.endpoints import (
 )
 from hpcrl.engines.base import (
     LOCAL_URL_PREFIX,
+    MAX_LOAD_AGE_S,
     Completion,
     CompletionChunk,
     FetchKv,
@@ -56,8 +57,6 @@ from hpcrl.system.tls import name_scheme, open_client_tls, open_server_tls
 T = TypeVar("T")
 MAX_BODY_BYTES = 64 << 20
 """A prompt of a million tokens is under 10 MB of JSON."""
-MAX_LOAD_AGE_S = 0.25
-"""The age up to which the same figures are sent to all who ask: an engine may have to compute them."""
 SHORT_TIMEOUT_S = 30.0
 """The time limit of every request but a generation."""
 STATUS_FULL = 503

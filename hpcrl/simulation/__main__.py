@@ -115,7 +115,7 @@ def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeS
     is_file = path.suffix == ".csv" or path.is_file()
     if is_file:
         return RecordedEpisodes(read_traces(path, skips_invalid=arguments.skip_invalid), arguments.seed)
-    return RecordedEpisodes(read_campaign_traces(arguments.traces), arguments.seed)
+    return read_campaign_traces(arguments.traces, seed=arguments.seed)
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:

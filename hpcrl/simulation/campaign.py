@@ -4,6 +4,9 @@ simulate_campaign    runs it -> SimulationResult
 SimulationSettings   what a recipe does not have
 SimulatedCampaign    the parts, and what passes between them
 MAX_ENV_WORKERS      the env workers that are simulated, at most
+
+What the policies wait for takes as long as in a real campaign: groups are sealed with others, an engine loads a version
+some time after its step, and an env worker looks around once in a round.
 """
 
 import random
@@ -50,7 +53,13 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     train_s: float | None = None
     """The time of a training step, in place of an estimate."""
     handover_s: float = 0.1
-    """The time from the end of a group until the trainer has it, without the reward."""
+    """The time from when full groups are to become durable until the trainer has them, without the reward."""
+    load_s: float = 0.1
+    """The time from the end of a step until an engine starts to load its version."""
+    request_s: float = 0.01
+    """The time that a request and its answer are on the way between env worker and engine, as measured on the lab."""
+    episode_start_s: float = 0.002
+    """The time that an env worker takes to start an episode; it starts one after the other."""
     start_s: float = 60.0
     """The time from the start of a job to its first episode."""
     checkpoint_s: float = 20.0
@@ -101,10 +110,12 @@ class SimulatedCampaign:
             source=source,
             engines=self.engines,
             training=self.trainer,
-            release=self._release,
+            seal=self._seal,
             on_hold=self.trainer.try_step,
             faults=settings.faults,
             draw=self._draw,
+            request_s=settings.request_s,
+            episode_start_s=settings.episode_start_s * min(1.0, MAX_ENV_WORKERS / sizes.num_env),
         )
         self.num_trained_tokens = 0
         self.num_trained = 0
@@ -170,18 +181,16 @@ class SimulatedCampaign:
     # ---- what passes between them
 
     def _list_holds(self) -> list[int | None]:
-        return [env_worker.hold_limit() for env_worker in self.env_workers] if self.settings.waits_for_old else []
+        return [env_worker.hold for env_worker in self.env_workers] if self.settings.waits_for_old else []
 
-    def _release(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
-        def seal() -> None:
-            env_worker.num_unsealed -= len(members)
-            for one in members:
-                env_worker.in_flight.drop(one.id)
+    def _seal(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
+        def hand_over() -> None:
+            env_worker.record_durable(members)
             self.trainer.waiting[env_worker.name] += len(members)
             self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
-            self._poll_env_workers()
+            self._poll_other_env_workers(env_worker)
 
-        self.queue.call_later(self.settings.handover_s, seal)
+        self.queue.call_later(self.settings.handover_s, hand_over)
 
     def _drop(self, stale: list[Trajectory]) -> None:
         for one in stale:
@@ -222,7 +231,7 @@ class SimulatedCampaign:
             size = self.sizes.roles[parse_role(name)]
             pause_s = bytes_s / size.gpus_each * self._time_scale if stall_s is None else stall_s
             if engine.is_up:
-                self.queue.call_later(0.0, partial(self._load, engine, version, pause_s))
+                self.queue.call_later(self.settings.load_s, partial(self._load, engine, version, pause_s))
         self._poll_env_workers()
 
     def _load(self, engine: FluidEngine, version: int, pause_s: float) -> None:
@@ -237,6 +246,11 @@ class SimulatedCampaign:
     def _poll_env_workers(self) -> None:
         for env_worker in self.env_workers:
             env_worker.poll()
+
+    def _poll_other_env_workers(self, env_worker: SimulatedEnvWorker) -> None:
+        for other in self.env_workers:
+            if other is not env_worker:
+                other.poll()
 
     # ---- jobs
 

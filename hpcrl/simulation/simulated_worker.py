@@ -4,13 +4,17 @@ EpisodeRun           an episode that runs
 EnvWorkerLinks       what an env worker reaches of the campaign
 SimulatedEnvWorker   the env worker
 FaultSettings        how often environments and engines fail
+
+It looks around when a real one does: at once when a group is full or a step has ended, otherwise in its next round.
+What it has sealed counts from that round on, and its hold is that of the last one.
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +23,7 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S
+from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S
 from hpcrl.rollout.admission import AdmissionControl
 from hpcrl.rollout.episode import retry_pause_s
 from hpcrl.rollout.flow_control import InFlightVersions
@@ -31,6 +36,7 @@ from hpcrl.simulation.engine import EngineRow, FluidEngine
 from hpcrl.simulation.turn_router import TurnRouter, count_tokens
 from hpcrl.simulation.workload import EpisodeScript, EpisodeSource
 from hpcrl.spool.ids import get_index
+from hpcrl.spool.outcome import is_too_old
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import TRAINABLE, EpisodeStatus
 
@@ -70,12 +76,16 @@ class EnvWorkerLinks:
     source: EpisodeSource
     engines: Mapping[str, FluidEngine]
     training: TrainingState
-    release: Callable[["SimulatedEnvWorker", list[Trajectory]], object]
-    """Called with the members of a group that is full."""
+    seal: Callable[["SimulatedEnvWorker", list[Trajectory]], object]
+    """Called with the members of full groups that become durable together."""
     on_hold: Callable[[], object]
     """Called when the hold of an env worker may have changed."""
     faults: FaultSettings
     draw: random.Random
+    episode_start_s: float
+    """The time that an env worker takes to start an episode, after which it starts the next."""
+    request_s: float
+    """The time that a request and its answer are on the way between env worker and engine."""
     fates: Counter[str] = field(default_factory=Counter)
     """Generated tokens by the end of their episode."""
     lengths: dict[str, int] = field(default_factory=dict)
@@ -122,7 +132,10 @@ class SimulatedEnvWorker:
             late_after_s=rollout.late_after_s,
         )
         self.in_flight = InFlightVersions()
+        self.hold: int | None = None
+        """The version that training should not pass yet, as of the last round."""
         self.num_unsealed = 0
+        """Members of full groups that are not durable."""
         self.is_draining = False
         self.runs: dict[str, EpisodeRun] = {}
         self.num_in_env = 0
@@ -134,19 +147,20 @@ class SimulatedEnvWorker:
         self._weights = {name: one.weight for name, one in recipe.domains.items() if not one.held_out}
         self._num_starts: Counter[str] = Counter()
         self._is_due = False
+        self._has_next_round = False
+        self._started_until = 0.0
+        """The time until which it starts episodes."""
+        self._open: list[Trajectory] = []
+        """Members of full groups that are not even being written."""
+        self._num_sealed = 0
 
     # ---- groups
 
     def poll(self) -> None:
-        """Look soon whether groups may start."""
+        """Look soon whether groups may start, and full ones should become durable."""
         if not self._is_due:
             self._is_due = True
-            self._queue.call_later(0.0, self._start_groups)
-
-    def hold_limit(self) -> int | None:
-        """Return the version that training should not pass yet."""
-        max_lag = self._links.recipe.rollout.max_lag
-        return self.in_flight.limit(newest=self._links.training.version, max_lag=max_lag)
+            self._queue.call_later(0.0, self._run_round)
 
     def watch_late_groups(self) -> None:
         """Release groups whose last members are late, now and then."""
@@ -160,6 +174,7 @@ class SimulatedEnvWorker:
         self.is_draining = True
         for run in list(self.runs.values()):
             self._abort(run, fate="end of a job")
+        self._seal()
 
     def resume(self) -> None:
         """Play again, in the next job."""
@@ -170,18 +185,49 @@ class SimulatedEnvWorker:
         """Play the task of a group again that the trainer has dropped."""
         self._stream.return_task(task)
 
-    def _start_groups(self) -> None:
+    def _run_round(self) -> None:
         self._is_due = False
+        if not self.is_draining:
+            self._start_groups()
+        self._write_hold()
+        if not self.is_draining:
+            self._seal_early()
+
+    def _start_groups(self) -> None:
         training, groups = self._links.training, self.groups
-        if self.is_draining:
-            return
         admitted = self._admission.num_admitted(
             groups, num_unsealed=self.num_unsealed, sealed=training.waiting, settled={}, now=self._queue.now
         )
-        if not admitted or not self._admission.has_fresh_weights(self.router.versions(), newest=training.version):
+        if not admitted:
             return
+        if not self._is_served():
+            self.router.refresh_awaited_loads(now=self._queue.now)
+            if not self._is_served():
+                self._poll_later()
+                return
         for _ in range(self._admission.num_to_start(admitted, groups)):
             self._start_group(self._stream.draw(self._weights))
+
+    def _write_hold(self) -> None:
+        max_lag = self._links.recipe.rollout.max_lag
+        limit = self.in_flight.limit(newest=self._links.training.version, max_lag=max_lag)
+        if limit != self.hold:
+            self.hold = limit
+            self._links.on_hold()
+
+    def _is_served(self) -> bool:
+        return self._admission.has_fresh_weights(self.router.versions(), newest=self._links.training.version)
+
+    def _poll_later(self) -> None:
+        """Look in the next round that a real env worker makes without being woken."""
+
+        def poll() -> None:
+            self._has_next_round = False
+            self.poll()
+
+        if not self._has_next_round:
+            self._has_next_round = True
+            self._queue.call_later(ROLE_ROUND_INTERVAL_S, poll)
 
     def _start_group(self, task: AgentTask) -> None:
         num_before = self._num_starts[task.group]
@@ -199,8 +245,7 @@ class SimulatedEnvWorker:
         self._count_fates(outcome)
         unneeded = [*outcome.abort]
         if outcome.released:
-            self.num_unsealed += len(outcome.released)
-            self._links.release(self, list(outcome.released))
+            self._release(outcome.released)
             if self._admission.record_release():
                 closed = self.groups.close_all()
                 for dropped in closed.dropped:
@@ -214,7 +259,48 @@ class SimulatedEnvWorker:
             self._start_episodes(task, outcome.start)
         if outcome.is_lost:
             self._stream.return_task(task, lost=True)
-        self.poll()
+        if outcome.released:
+            self.poll()
+        else:
+            self._poll_later()
+
+    # ---- full groups
+
+    def record_durable(self, members: Sequence[Trajectory]) -> None:
+        """Record that these are durable, which counts from the next round: this one has started groups already."""
+        self.num_unsealed -= len(members)
+        for one in members:
+            self.in_flight.drop(one.id)
+        self._poll_later()
+
+    def _release(self, members: Sequence[Trajectory]) -> None:
+        """Hold the members of a full group until others become durable with them, or they are old enough."""
+        self.num_unsealed += len(members)
+        if not self._open:
+            number = self._num_sealed
+
+            def seal() -> None:
+                if number == self._num_sealed:
+                    self._seal()
+
+            self._queue.call_later(self._links.recipe.spool.seal_after_s, seal)
+        self._open += members
+
+    def _seal_early(self) -> None:
+        """Have full groups become durable that complete a batch."""
+        if self._admission.should_seal(
+            self.groups,
+            num_open=len(self._open),
+            num_unsealed=self.num_unsealed,
+            num_waiting=self._links.training.waiting.total(),
+        ):
+            self._seal()
+
+    def _seal(self) -> None:
+        if self._open:
+            members, self._open = self._open, []
+            self._num_sealed += 1
+            self._links.seal(self, members)
 
     def _count_fates(self, outcome: GroupOutcome) -> None:
         for trajectory, status in outcome.booked:
@@ -232,7 +318,8 @@ class SimulatedEnvWorker:
             run = EpisodeRun(task=task, id=episode, script=script, start_version=newest)
             self.runs[episode] = run
             self.in_flight.start(episode, version=newest)
-            self._reset(run)
+            self._started_until = max(self._started_until, self._queue.now) + self._links.episode_start_s
+            self._queue.call_at(self._started_until, partial(self._reset, run))
 
     def _reset(self, run: EpisodeRun) -> None:
         self.num_in_env += 1
@@ -253,10 +340,7 @@ class SimulatedEnvWorker:
             self._end(run, "env-fault")
 
     def _ask(self, run: EpisodeRun) -> None:
-        """Start the next turn, unless the episode has become stale."""
-        if self._links.training.version - run.start_version > self._links.recipe.rollout.max_lag:
-            self._end(run, "aborted-stale")
-            return
+        """Start the next turn."""
         turn = run.script.turns[run.turn]
         run.num_context += turn.num_fresh
         run.request = GenerateRequest(
@@ -294,7 +378,7 @@ class SimulatedEnvWorker:
             if run.is_over or run.state is None or speed is None:
                 return
             run.state.prefill_home = decision.prefill
-            wait_s = num * speed.shape.kv_bytes_per_token / LINK_BYTES_PER_S
+            wait_s = num * speed.shape.kv_bytes_per_token / LINK_BYTES_PER_S + self._links.request_s / 2
             self._queue.call_later(wait_s, lambda: self._decode(run, decision, num_known=num - 1))
 
         seconds = speed.prefill_s(num) if speed else 1.0
@@ -329,13 +413,19 @@ class SimulatedEnvWorker:
         assert run.state is not None
         priority = self.router.find_priority(run.request, run.state)
         num_prompt = len(run.request.token_ids)
-        run.row = EngineRow(
+        run.row = row = EngineRow(
             run.id, num_prompt=num_prompt, num_new=num_new, on_end=on_end, num_known=num_known, priority=priority
         )
         run.at = name
         run.tracking = self.router.track_request(name, seconds=seconds)
         run.tracking.__enter__()
-        self._links.engines[name].submit(run.row)
+
+        def arrive() -> None:
+            engine = self._links.engines[name]
+            if run.row is row and engine.is_up:
+                engine.submit(row)
+
+        self._queue.call_later(self._links.request_s / 2, arrive)
 
     def _untrack(self, run: EpisodeRun) -> None:
         if run.tracking is not None:
@@ -353,18 +443,23 @@ class SimulatedEnvWorker:
             run.request, run.state, num_reply=turn.num_reply, version=engine.version, seconds=seconds, at=run.at
         )
         self.in_flight.record_version(run.id, version=row.version)
+        if row.version < run.start_version:
+            self._poll_later()
         run.start_version = min(run.start_version, row.version)
         run.num_context += turn.num_reply
         run.num_generated += turn.num_reply
         run.turn += 1
         self.num_in_env += 1
-        self._queue.call_later(turn.env_s, lambda: self._step_environment(run))
+        self._queue.call_later(self._links.request_s / 2 + turn.env_s, lambda: self._step_environment(run))
 
     def _step_environment(self, run: EpisodeRun) -> None:
         self.num_in_env -= 1
         if run.is_over:
             return
-        if run.turn < len(run.script.turns):
+        training, max_lag = self._links.training, self._links.recipe.rollout.max_lag
+        if is_too_old(run.start_version, newest=training.version, max_lag=max_lag):
+            self._end(run, "aborted-stale")
+        elif run.turn < len(run.script.turns):
             self._ask(run)
         else:
             self._end(run, "done")
@@ -388,7 +483,6 @@ class SimulatedEnvWorker:
         self.in_flight.end(run.id, is_kept=outcome is not None and outcome.is_kept)
         if outcome is not None:
             self._apply_outcome(run.task, outcome)
-        links.on_hold()
 
     def _abort(self, run: EpisodeRun, *, fate: str) -> None:
         """Cancel an episode; a task of which nothing runs any more is played again."""
@@ -406,7 +500,7 @@ class SimulatedEnvWorker:
         self._count_fates(outcome)
         if self.groups.num_open < was_open:
             self._stream.return_task(run.task)
-        self._links.on_hold()
+        self._poll_later()
 
     def _close(self, run: EpisodeRun) -> None:
         run.is_over = True

@@ -8,6 +8,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.learn.group_choice import choose_groups
 from hpcrl.rollout.flow_control import allows_version
 from hpcrl.simulation.clock import EventQueue
+from hpcrl.spool.outcome import is_too_old
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.processes import do_nothing
 
@@ -58,6 +59,9 @@ class SimulatedTrainer:
     def offer(self, trajectories: list[Trajectory]) -> None:
         """Add trajectories that have their reward."""
         self._waiting += trajectories
+        max_lag = self.recipe.rollout.max_lag
+        if any(is_too_old(one.start_version, newest=self.version, max_lag=max_lag) for one in trajectories):
+            self._looked_at = -1
         self.try_step()
 
     def resume(self) -> None:
@@ -68,10 +72,10 @@ class SimulatedTrainer:
     def try_step(self) -> None:
         """Start a step if there are enough groups, and no env worker asks to wait."""
         train, rollout = self.recipe.train, self.recipe.rollout
-        batch = train.groups_per_step * rollout.group_size
-        if self.is_training or self.is_draining or len(self._waiting) < batch:
+        if self.is_training or self.is_draining:
             return
-        is_allowed = all(allows_version(limit, self.version + 1) for limit in self.list_holds())
+        has_batch = len(self._waiting) >= train.groups_per_step * rollout.group_size
+        is_allowed = has_batch and all(allows_version(limit, self.version + 1) for limit in self.list_holds())
         if not is_allowed and self._looked_at == self.version:  # nothing becomes stale while it waits
             return
         self._looked_at = self.version

@@ -54,6 +54,7 @@ class TurnRouter(Router):
 
     def refresh_loads(self, *, now: float) -> None:
         """Read the load of each engine that is up, as a refresh of the router does."""
+        self._refreshed_at = now
         for name, worker in self._workers.items():
             engine = self._engines[name]
             if engine.is_up and worker.paused_until <= now:
@@ -62,6 +63,11 @@ class TurnRouter(Router):
                 worker.is_available = False
         estimate_foreign_kv(list(self._workers.values()))
         self._rebuild_view()
+
+    def refresh_awaited_loads(self, *, now: float) -> None:
+        """Read the loads, unless that was done just now."""
+        if now - self._refreshed_at >= DEFAULT_TIMEOUTS.least_refresh_interval_s:
+            self.refresh_loads(now=now)
 
     def record_failure(self, name: str, *, now: float) -> None:
         """Leave an engine out that has failed."""

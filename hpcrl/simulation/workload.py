@@ -15,7 +15,7 @@ the model's; the latter counts as RECORDED_TOKENS_PER_S, unless the file has `en
 import csv
 import random
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from math import exp
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -99,13 +99,18 @@ class DrawnEpisodes:
 class RecordedEpisodes:
     """Recorded episodes, any of them for a task of any domain."""
 
-    def __init__(self, episodes: Sequence[EpisodeScript], seed: int = 0) -> None:
+    def __init__(
+        self, episodes: Sequence[EpisodeScript], seed: int = 0, *, weights: Sequence[float] | None = None
+    ) -> None:
+        """Draw each as often as any other, or by `weights`."""
         self._seed = seed
         self._episodes = episodes
+        self._sums = list(accumulate(weights if weights is not None else [1.0] * len(episodes)))
 
     def draw(self, domain: str, *, seed: str) -> EpisodeScript:
         """Choose one."""
-        return random.Random(f"{self._seed} {domain} {seed}").choice(self._episodes)
+        draw = random.Random(f"{self._seed} {domain} {seed}")
+        return draw.choices(self._episodes, cum_weights=self._sums)[0]
 
 
 def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:

@@ -3,6 +3,7 @@
     LengthCounts       episodes and tokens by the least length of a bucket ("448+": 448 to 511), and TOTAL, all tokens
     add_length         counts an episode
     join_lengths       the counts of all episodes that have ended, and of those that finished
+    count_lengths      the episodes of each mean length
     summarize_lengths  their number, mean, median and 90th percentile
     LengthSummary      these
 
@@ -60,15 +61,24 @@ def join_lengths(by_status: Mapping[str, Mapping[str, int]]) -> dict[str, Length
     return {"started": dict(started), "finished": dict(finished)}
 
 
+def count_lengths(counts: Mapping[str, int]) -> list[tuple[float, int]]:
+    """Return the mean length of each bucket, with its episodes."""
+    return [(bucket.mean, bucket.num) for bucket in _list_buckets(counts)]
+
+
 def summarize_lengths(counts: Mapping[str, int]) -> LengthSummary | None:
     """Return the figures of these episodes; None without episodes."""
-    buckets = sorted(_make_bucket(name, counts) for name in counts if _BUCKET.fullmatch(name) and counts[name] > 0)
+    buckets = _list_buckets(counts)
     num = sum(bucket.num for bucket in buckets)
     if not num:
         return None
     return LengthSummary(
         num=num, mean=counts.get(TOTAL, 0) / num, p50=_find_quantile(buckets, 0.5), p90=_find_quantile(buckets, 0.9)
     )
+
+
+def _list_buckets(counts: Mapping[str, int]) -> list[_LengthBucket]:
+    return sorted(_make_bucket(name, counts) for name in counts if _BUCKET.fullmatch(name) and counts[name] > 0)
 
 
 def _make_bucket(name: str, counts: Mapping[str, int]) -> _LengthBucket:
