@@ -5,7 +5,7 @@
     EngineConnections   the connections of a process to all engines
     CONNECT_TIMEOUT_S   constant
 
-A frame is a length of four bytes and as many bytes. The client sends a nonce, the server the proof that it has the
+A frame is a length in four bytes, and then its bytes. The client sends a nonce, the server the proof that it has the
 token, the client the token; then each sends msgpack, requests and answers by number. What the socket cannot do goes by
 HTTP: streams, prefill, turns whose socket does not exist in this container or has been closed.
 """
@@ -194,7 +194,7 @@ class _ClientConnection(_FrameProtocol):
         for future in waiting:
             if not future.done():
                 future.set_exception(lost)
-        self.proved.exception()  # seen, if nobody waits for it
+        self.proved.exception()  # retrieved: a turn may have been cancelled
 
     def receive_frame(self, frame: bytes) -> None:
         if not self.is_proved:

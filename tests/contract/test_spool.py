@@ -486,6 +486,16 @@ def test_a_segment_with_one_trajectory_that_has_no_reward_gets_no_twin(tmp_path)
     assert (list_segments(scored), len(list_segments(rollouts)), sealed) == ([], 1, [[]])
 
 
+def test_the_writer_acknowledges_a_segment_before_the_hook_is_called(tmp_path):
+    seen = []
+    writer = DiskSpoolWriter(tmp_path / "rollouts", producer="w", on_sealed=lambda *_: seen.append(writer.needs_flush))
+    writer.append(make_trajectory("math/0/0", reward=1.0))
+    writer.flush_early()
+    while not seen:
+        time.sleep(0.001)
+    assert seen == [True]
+
+
 def test_a_twin_that_cannot_be_linked_is_left_to_a_reward_worker(tmp_path):
     rollouts, scored = tmp_path / "rollouts", tmp_path / "scored"
     scored.touch()  # no directory

@@ -28,11 +28,18 @@ EXPERT_FAMILIES = {
 }
 
 
+SCALED_FAMILIES: dict[str, dict[str, object]] = {
+    "granite": {"logits_scaling": 4.0, "head_dim": None},
+    "cohere": {"logit_scale": 0.25, "head_dim": None},
+}
+"""Families that change what their output layer gives."""
+
+
 def make_family_model(directory, family, *, seed=0, **changed):
     """Save a model of a family in two layers, with norms and corrections other than one and zero."""
     fields = {
         name: value
-        for name, value in (_SIZES | (DENSE_FAMILIES | EXPERT_FAMILIES)[family] | changed).items()
+        for name, value in (_SIZES | (DENSE_FAMILIES | EXPERT_FAMILIES | SCALED_FAMILIES)[family] | changed).items()
         if value is not None
     }
     torch.manual_seed(seed)

@@ -5,8 +5,9 @@
     MAX_PREFILL_TOKENS, MAX_SCORED_TOKENS  the sizes of passes
 
 The KV of a row covers all its tokens but the last; a step runs the model on the last token of every row, samples, and
-appends. A row that joins gets its first token from the pass over its prompt, and after an update the next step
-recomputes the KV of the running rows in the pass that yields their next token. All of it is blocking torch work for one thread; hpcrl.engines.embedded.engine makes it asynchronous.
+appends. A row that joins gets its first token from the pass over its prompt; after an update the next step recomputes
+the KV of the running rows in the pass that yields their next token. All of it is blocking torch work for one thread;
+hpcrl.engines.embedded.engine makes it asynchronous.
 
 Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 """

@@ -88,7 +88,7 @@ def test_a_refused_turn_is_the_requests_fault_as_over_http() -> None:
         on_server(body)
 
 
-def test_a_bug_in_the_engine_names_the_worker_and_tells_no_more_than_its_kind() -> None:
+def test_a_bug_in_the_engine_names_the_worker_and_shows_only_its_kind() -> None:
     async def body(_: ScriptedEngine, served: Served) -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         async with EngineConnections() as connections:
@@ -146,7 +146,7 @@ def test_a_server_that_goes_fails_its_turns_and_the_next_go_by_http() -> None:
     [{"socket": "/nowhere/s"}, {"socket": ""}, {"node": "another"}, {"socket": "/nowhere/" + "long" * 100}],
     ids=["absent", "none", "another-node", "too-long"],
 )
-def test_turns_go_by_http_where_there_is_no_socket(changed: dict[str, str]) -> None:
+def test_without_a_socket_turns_go_by_http(changed: dict[str, str]) -> None:
     async def body(_: ScriptedEngine, served: Served) -> list[int]:
         async with EngineConnections() as connections:
             return (await served.connect(connections, **changed).generate(turn())).token_ids

@@ -32,7 +32,7 @@ from hpcrl.weights.stores.store import WeightSource
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
-from tests.support.families import make_family_model
+from tests.support.families import SCALED_FAMILIES, make_family_model
 
 
 @pytest.fixture
@@ -252,6 +252,29 @@ def test_experts_are_loaded_from_a_version_with_the_names_of_the_models_files(tm
     assert answer.logprobs == pytest.approx(scored(expected, [5, 9, 3], answer.token_ids), abs=1e-4)
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("family", SCALED_FAMILIES)
+def test_scaled_logits_are_scaled_in_prompts_in_later_tokens_and_after_an_update(tmp_path: Path, family: str) -> None:
+    model = load_model(make_family_model(tmp_path / "model", family), device="cpu")
+    store = MemoryStore()
+    store.publish(another(model, scale=1.5), WeightVersion(version=1, step=1))
+    engine = EmbeddedEngine(model, store=store)
+    requests = [ask(f"r{n}", token_ids=[5, 9, 3 + n], max_new_tokens=60, seed=n) for n in range(2)]
+
+    async def body() -> list[Completion]:
+        answers = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await until_generated(engine, 30)
+        await engine.load_version(1)
+        return await asyncio.gather(*answers)
+
+    answers = on(engine, body)
+    old = load_model(tmp_path / "model", device="cpu")
+    for request, answer in zip(requests, answers, strict=True):
+        switch = answer.versions.index(1)
+        assert 0 < switch < 60
+        before, after = (scored(m, request.token_ids, answer.token_ids) for m in (old, model))
+        assert answer.logprobs == pytest.approx(before[:switch] + after[switch:], abs=1e-4)
 
 
 def test_weights_that_do_not_fit_are_refused_and_generation_continues_with_the_old(model: Any) -> None:
