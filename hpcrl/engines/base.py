@@ -129,6 +129,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting request with a smaller number goes first."""
     keep_kv_s: float = 0.0
     """The time to keep the KV of this turn: the trajectory's next turn is likely to come by then."""
+    min_version: int = 0
+    """The version of the weights that an engine which is about to load it waits for, before it starts this turn."""
 
 
 MAX_TOP_LOGPROBS = 20

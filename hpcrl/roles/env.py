@@ -377,6 +377,7 @@ def _make_runner(
         return_task=task_queue.return_task,
         emit=context.events.emit,
     )
+    admission = AdmissionControl(recipe, worker)
     policy = CountingPolicy(router, on_turn=lambda episode, completion: runner.record_turn(episode, completion))
     player = _make_player(
         context,
@@ -386,6 +387,7 @@ def _make_runner(
         task_queue=task_queue,
         read_fields=task_sets.read_fields,
         progress=progress,
+        admission=admission,
     )
     reporter = EpisodeReporter(
         recipe.domains,
@@ -400,7 +402,7 @@ def _make_runner(
         progress=progress,
         task_queue=task_queue,
         accounts=accounts,
-        admission=AdmissionControl(recipe, worker),
+        admission=admission,
         quick_scorer=QuickScorer(recipe, model=campaign.model),
         rollouts=rollouts,
         reporter=reporter,
@@ -419,6 +421,7 @@ def _make_player(
     task_queue: TaskQueue,
     read_fields: ReadFields,
     progress: TrainerProgress,
+    admission: AdmissionControl,
 ) -> EpisodePlayer:
     recipe = context.recipe
     read_answer = proxy = None
@@ -437,6 +440,7 @@ def _make_player(
         producer=context.name,
         read_answer=read_answer,
         proxy=proxy,
+        find_needed_version=admission.find_needed_version,
     )
 
 

@@ -27,6 +27,10 @@ from hpcrl.rollout.turn import StreamingGenerator
 from hpcrl.spool.record import Trajectory
 
 
+def _need_none(_: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class EpisodePlayer:
     """Plays episodes; holds what all episodes of an env worker have in common."""
@@ -44,13 +48,20 @@ class EpisodePlayer:
     """Finds thoughts, for environments that leave them out of later prompts."""
     proxy: ModelProxy | None
     """The endpoint for agent programs, if there are any."""
+    find_needed_version: Callable[[int], int] = _need_none
+    """Returns the version that an episode for training needs which starts while a version is the newest."""
 
     async def play_training(self, task: AgentTask, index: int) -> Trajectory:
         """Play an episode for training; one in a separate process waits for a slot."""
         domain = self.recipe.domains[task.domain]
         async with self.task_queue.reserve_slot(task):
             return await self.play(
-                task, index, domain, make_env=lambda: self.task_queue.take_env(task), limits=self.limits(domain)
+                task,
+                index,
+                domain,
+                make_env=lambda: self.task_queue.take_env(task),
+                limits=self.limits(domain),
+                needed_version=self.find_needed_version(self.newest_version()),
             )
 
     async def play(
@@ -61,10 +72,13 @@ class EpisodePlayer:
         *,
         make_env: Callable[[], Awaitable[Env]],
         limits: EpisodeLimits,
+        needed_version: int = 0,
     ) -> Trajectory:
         """Play an episode to its end and return its trajectory, whose seed is that of the task's row if it has one."""
         started = time.time()
-        trajectory = await self._play_to_end(task, index, domain, make_env=make_env, limits=limits)
+        trajectory = await self._play_to_end(
+            task, index, domain, make_env=make_env, limits=limits, needed_version=needed_version
+        )
         return mark_outage(trajectory, domain, since=started)
 
     async def _play_to_end(
@@ -75,6 +89,7 @@ class EpisodePlayer:
         *,
         make_env: Callable[[], Awaitable[Env]],
         limits: EpisodeLimits,
+        needed_version: int = 0,
     ) -> Trajectory:
         with contextlib.suppress(EnvFault):  # each attempt of the episode ends with this fault
             task = msgspec.structs.replace(task, seed=choose_seed(task.seed, self.read_fields(task)))
@@ -101,6 +116,7 @@ class EpisodePlayer:
             newest_version=self.newest_version,
             producer=self.producer,
             read_answer=self.read_answer,
+            needed_version=needed_version,
         )
 
     def limits(self, domain: DomainConfig) -> EpisodeLimits:

@@ -142,6 +142,8 @@ class AdmissionControl:
         """Groups that training needs from this worker besides those in flight, however many may run at once."""
         self._num_pending = 0
         """Groups of the batch that are not released."""
+        self._num_ahead = 0
+        """Groups of all workers that training has not settled, without those that start now; an estimate."""
 
     def num_admitted(
         self,
@@ -163,6 +165,7 @@ class AdmissionControl:
         max_groups = (get_mode_lag(rollout.mode, max_lag=rollout.max_lag) + 1) * self._groups_per_step
         durable = _count_groups(sealed, group_size=rollout.group_size)
         waiting = _count_groups(subtract_counts(sealed, settled), group_size=rollout.group_size)
+        self._num_ahead = sum(waiting.values()) + num_in_flight * self._worker.count
         self._num_needed = count_needed_groups(
             self._worker,
             running_groups=num_in_flight,
@@ -190,6 +193,15 @@ class AdmissionControl:
         if self.is_batched:
             return min(versions, default=-1) >= newest
         return max(versions, default=-1) >= max(0, newest - self._rollout.max_lag)
+
+    def find_needed_version(self, newest: int) -> int:
+        """Return the version that an episode starting now needs, so as not to be too old when its turn comes.
+
+        Training goes on meanwhile: of each batch that is ahead of it, one version is made.
+        """
+        rollout = self._rollout
+        max_lag = get_mode_lag(rollout.mode, max_lag=rollout.max_lag)
+        return max(0, newest - max(0, max_lag - self._num_ahead // self._groups_per_step))
 
     def should_seal(self, groups: EpisodeGroups, *, num_open: int, num_unsealed: int, num_waiting: int) -> bool:
         """Return whether released trajectories should become durable now, though they are few and young.

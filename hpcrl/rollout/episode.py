@@ -97,8 +97,12 @@ async def run_episode(
     newest_version: Callable[[], int],
     producer: str,
     read_answer: AnswerReader | None = None,
+    needed_version: int = 0,
 ) -> Trajectory:
-    """Run the group's episode `index` to its end; `read_answer` is for environments that leave thoughts out."""
+    """Run the group's episode `index` to its end; `read_answer` is for environments that leave thoughts out.
+
+    Its first turn waits for `needed_version`, if the engine is about to load it.
+    """
     fault = ""
     end = loop_time() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
@@ -113,6 +117,7 @@ async def run_episode(
             limits=limits,
             newest_version=newest_version,
             read_answer=read_answer,
+            needed_version=needed_version,
         )
         env_time = _run_in_env(make_env, current.run, create_timeout_s=limits.create_timeout_s)
         ending = refuse_faults(await _conclude_attempt(env_time, builder, limits, end=end, is_first=not fault), limits)
@@ -317,8 +322,10 @@ class _EpisodeAttempt:
         limits: EpisodeLimits,
         newest_version: Callable[[], int],
         read_answer: AnswerReader | None,
+        needed_version: int,
     ) -> None:
         self._builder = builder
+        self._needed_version = needed_version
         self._read_answer = read_answer
         self._history: ShortHistory | None = None
         """The conversation of an environment that leaves thoughts out."""
@@ -423,6 +430,7 @@ class _EpisodeAttempt:
             top_p=limits.top_p,
             seed=stable_hash(builder.task.seed, builder.id, self._number, turn, bits=63),
             stop_token_ids=list(self._layout.stop_token_ids),
+            min_version=0 if turn else self._needed_version,
         )
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 
 from hpcrl.engines.base import MAX_LOAD_AGE_S, LoadFigures
+from hpcrl.engines.version_gate import MAX_VERSION_WAIT_S
 from hpcrl.hardware.cost_model import WorkerSpeed
 from hpcrl.simulation.clock import EventQueue
 
@@ -28,6 +29,7 @@ class EngineRow:
 
     __slots__ = (
         "generated",
+        "min_version",
         "num_known",
         "num_new",
         "num_prompt",
@@ -49,14 +51,19 @@ class EngineRow:
         on_end: Callable[["EngineRow"], object],
         num_known: int = 0,
         priority: int = 0,
+        min_version: int = 0,
     ) -> None:
-        """Make the row of a turn; with `num_new` 0 it only needs its KV. `num_known` tokens were handed over."""
+        """Make the row of a turn; with `num_new` 0 it only needs its KV. `num_known` tokens were handed over.
+
+        It waits for `min_version` of the weights.
+        """
         self.trajectory = trajectory
         self.num_prompt = num_prompt
         self.num_new = num_new
         self.on_end = on_end
         self.num_known = num_known
         self.priority = priority
+        self.min_version = min_version
         self.num_to_prefill = 0
         self.generated = 0
         """Tokens generated before it had its KV computed again."""
@@ -103,6 +110,8 @@ class FluidEngine:
         self._prefilling: deque[EngineRow] = deque()
         self._decoding: set[EngineRow] = set()
         self._ends: list[tuple[int, int, EngineRow]] = []
+        self._held_back: list[EngineRow] = []
+        """Requests that wait for a version of the weights."""
         self._num_reserved = 0
         self._num_kv = 0
         """Tokens of KV of the decoding rows."""
@@ -139,7 +148,7 @@ class FluidEngine:
         figures = LoadFigures(
             version=self.version,
             num_running=len(self),
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._waiting) + len(self._held_back),
             num_generated_tokens=self.num_generated,
             running_tokens=self._num_kv + sum(row.num_prompt for row in self._prefilling),
             free_kv_tokens=self._speed.kv_tokens - self._num_reserved,
@@ -149,9 +158,20 @@ class FluidEngine:
         return figures
 
     def submit(self, row: EngineRow) -> None:
-        """Add a request; it waits for the end of a step, for a place and for room for its KV."""
+        """Add a request; it waits for its version, for the end of a step, for a place and for room for its KV."""
+        if row.min_version > self.version:
+            self._held_back.append(row)
+            self._queue.call_later(MAX_VERSION_WAIT_S, lambda: self._let_pass(row))
+            return
         heapq.heappush(self._waiting, (row.priority, next(self._numbers), row))
         self._look_soon()
+
+    def _let_pass(self, row: EngineRow) -> None:
+        """Queue a request that has waited for a version, unless it has gone."""
+        if row in self._held_back:
+            self._held_back.remove(row)
+            heapq.heappush(self._waiting, (row.priority, next(self._numbers), row))
+            self._look_soon()
 
     def abort(self, row: EngineRow) -> int:
         """Remove a request before it is done; return the tokens that it has generated."""
@@ -160,6 +180,7 @@ class FluidEngine:
         if row.state == "waiting":
             self._waiting = [one for one in self._waiting if one[2] is not row]
             heapq.heapify(self._waiting)
+            self._held_back = [one for one in self._held_back if one is not row]
         else:
             self._remove(row, keeps_kv=True)
         row.state = "aborted"
@@ -175,10 +196,11 @@ class FluidEngine:
         """Lose all requests and KV; return the requests."""
         self._count_steps()
         rows = [*(row for _, _, row in sorted(self._waiting, key=lambda one: one[:2])), *self._prefilling]
+        rows += self._held_back
         rows += sorted(self._decoding, key=lambda row: (row.target, row.trajectory))
         for row in rows:
             row.state = "aborted"
-        self._waiting, self._ends, self._kept = [], [], {}
+        self._waiting, self._held_back, self._ends, self._kept = [], [], [], {}
         self._decoding.clear()
         self._prefilling.clear()
         self._num_kept = self._num_reserved = self._num_kv = 0
@@ -264,6 +286,8 @@ class FluidEngine:
             return
         self.version, _ = self._new_weights
         self._new_weights, self._is_loading = None, False
+        for row in [row for row in self._held_back if row.min_version <= self.version]:
+            self._let_pass(row)
         self._kept, self._num_kept = {}, 0
         rows = [*self._prefilling, *sorted(self._decoding, key=lambda row: (row.target, row.trajectory))]
         for row in rows:

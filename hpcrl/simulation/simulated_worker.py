@@ -349,6 +349,7 @@ class SimulatedEnvWorker:
             max_new_tokens=turn.num_reply,
             trajectory=run.id,
             domain=run.task.domain,
+            min_version=0 if run.turn else self._admission.find_needed_version(self._links.training.version),
         )
         run.state = self.router.trajectories.start_turn(run.request, now=self._queue.now)
         run.asked_at = self._queue.now
@@ -414,7 +415,13 @@ class SimulatedEnvWorker:
         priority = self.router.find_priority(run.request, run.state)
         num_prompt = len(run.request.token_ids)
         run.row = row = EngineRow(
-            run.id, num_prompt=num_prompt, num_new=num_new, on_end=on_end, num_known=num_known, priority=priority
+            run.id,
+            num_prompt=num_prompt,
+            num_new=num_new,
+            on_end=on_end,
+            num_known=num_known,
+            priority=priority,
+            min_version=run.request.min_version,
         )
         run.at = name
         run.tracking = self.router.track_request(name, seconds=seconds)

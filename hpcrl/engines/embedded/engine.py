@@ -34,6 +34,7 @@ from hpcrl.engines.embedded.grammar import GrammarCompiler
 from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpack_kv
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_scored_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
+from hpcrl.engines.version_gate import VersionGate
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.models.weight_files import read_stored_tensors
 from hpcrl.weights.stores.store import WeightSource
@@ -86,6 +87,7 @@ class EmbeddedEngine:
         self._handover_store = HandoverStore(ttl_s=handover_ttl_s, max_bytes=max_handover_bytes)
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._loading = asyncio.Lock()
+        self._gate = VersionGate(version)
         self._is_asleep = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
@@ -111,6 +113,7 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
+        await self._gate.pass_through(request.min_version)
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
         await self._request_loop.finish(row, request, prepare=partial(self._prepare_row, row, request))
         return join_chunks([_make_chunk(row, 0, _count_generated(row))])
@@ -125,6 +128,7 @@ class EmbeddedEngine:
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched or expires."""
+        await self._gate.pass_through(request.min_version)
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.kv is None or row.finish_reason == "aborted":
@@ -183,6 +187,7 @@ class EmbeddedEngine:
                         lambda: self._batch.load(tensors, version=version, is_intact=is_intact)
                     )
                     stall_s = time.monotonic() - started_s
+                self._gate.open_for(version)
                 self._request_loop.wake()
                 async with self._request_loop.between_steps:
                     pass  # the first step recomputes all KV, with the memory bandwidth to itself

@@ -38,6 +38,7 @@ from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
 from hpcrl.engines.structure import check_structure
+from hpcrl.engines.version_gate import VersionGate
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed, estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GpuModel
@@ -123,6 +124,7 @@ class SimEngine:
         self._fetch_kv = fetch_kv
         self._request_loop = RequestLoop(LoopHooks(can_step=self._can_step, step=self._step, drop=self._drop))
         self._handover_store: dict[str, _SimKv] = {}
+        self._gate = VersionGate(version)
         self._is_asleep = False
         self._late_s = 0.0
         """The lateness of the last timer."""
@@ -148,6 +150,7 @@ class SimEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
+        await self._gate.pass_through(request.min_version)
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
         await self._request_loop.finish(row, request, prepare=partial(self._prepare_kv, row, request))
         return join_chunks([self._make_chunk(row, 0, row.num_generated)])
@@ -162,6 +165,7 @@ class SimEngine:
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Simulate the KV of all tokens but the last, and hold it until it is fetched."""
+        await self._gate.pass_through(request.min_version)
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.finish_reason == "aborted":
@@ -205,6 +209,7 @@ class SimEngine:
         async with self._request_loop.between_steps:
             await self._sleep_simulated(stall_s)
             self.batch.load(version)
+        self._gate.open_for(version)
         self._request_loop.wake()
         return stall_s * self._settings.time_scale
 

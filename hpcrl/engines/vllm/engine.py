@@ -37,6 +37,7 @@ from hpcrl.engines.base import (
 from hpcrl.engines.http import fetch_kv_file
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
 from hpcrl.engines.structure import check_structure, read_token_names, write_grammar
+from hpcrl.engines.version_gate import VersionGate
 from hpcrl.engines.vllm import kv_connectors, kv_files
 from hpcrl.engines.vllm.protocol import (
     ADAPTERS_MODEL,
@@ -78,6 +79,7 @@ class VllmEngine:
     def __init__(self, launch: VllmLaunch, *, place: WorkerPlace, session: ClientSession | None = None) -> None:
         """Create the engine; `place` is where vLLM's processes find versions, and `session` fetches KV files."""
         self.version = launch.version
+        self._gate = VersionGate(launch.version)
         self.server = VllmServer(launch)
         self._launch = launch
         self._place = place
@@ -120,6 +122,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
+        await self._gate.pass_through(request.min_version)
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = await self._receive_handover(request.kv)
             body = await self._make_body(request, name=name, transfer=transfer)
@@ -162,6 +165,7 @@ class VllmEngine:
             needs_seed=False,
             structure=None,
         )
+        await self._gate.pass_through(request.min_version)
         with self._track_request(greedy, max_new_tokens=1) as name:
             body = await self._make_body(greedy, name=name, transfer=leave)
             answer = await self.server.post(GENERATE_ROUTE, body)
@@ -252,6 +256,7 @@ class VllmEngine:
             ) from error
         await asyncio.sleep(0)  # streams first yield chunks of the old version that have just been received
         self.version, self._is_torn = version, False
+        self._gate.open_for(version)
         self._model_name = ADAPTERS_MODEL if has_adapters else self._launch.served_name
 
     # ---- SleepingEngine

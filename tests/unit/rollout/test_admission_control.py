@@ -49,6 +49,37 @@ def test_a_lost_group_is_replaced_at_once_unless_its_batch_leads_by_one(mode, mo
     assert gate_of(mode).num_admitted(groups_of(3), num_unsealed=0, **durable(0)) == more
 
 
+@pytest.mark.parametrize(
+    ("mode", "num_open", "num_waiting", "needed"),
+    [
+        ("async", 0, 0, 8),  # it is in the next batch
+        ("async", 3, 0, 8),
+        ("async", 4, 0, 9),  # one batch is ahead of it, open, durable or both
+        ("async", 0, 8, 9),
+        ("async", 2, 4, 9),
+        ("async", 8, 0, 9),  # never a version that does not exist
+        ("one-step-off", 0, 0, 8),
+        ("sync", 0, 0, 9),
+    ],
+)
+def test_an_episode_needs_the_version_that_is_not_too_old_once_what_is_ahead_is_trained_on(
+    mode, num_open, num_waiting, needed
+):
+    gate = gate_of(mode)
+    gate.num_admitted(groups_of(num_open), num_unsealed=0, **durable(num_waiting))
+    assert gate.find_needed_version(9) == needed
+
+
+def test_at_first_no_version_is_needed():
+    assert gate_of("async").find_needed_version(0) == 0
+
+
+def test_of_several_workers_each_counts_the_groups_of_the_others_as_its_own():
+    gate = gate_of("async", num_hosts=2)
+    gate.num_admitted(groups_of(2), num_unsealed=0, **durable(0))
+    assert gate.find_needed_version(9) == 9
+
+
 def test_trajectories_not_yet_durable_count():
     assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, **durable(0)) == 1
 

@@ -88,7 +88,7 @@ class WordEnv:
         self.closed = True
 
 
-def run(policy, *, make_env=WordEnv, newest_version=lambda: 5, index=2, layout=None, **changed):
+def run(policy, *, make_env=WordEnv, newest_version=lambda: 5, index=2, layout=None, needed_version=0, **changed):
     async def made():
         return make_env()
 
@@ -102,6 +102,7 @@ def run(policy, *, make_env=WordEnv, newest_version=lambda: 5, index=2, layout=N
         limits=EpisodeLimits(**(limits | changed)),
         newest_version=newest_version,
         producer="000-env-0",
+        needed_version=needed_version,
     )
 
 
@@ -117,6 +118,12 @@ def test_every_token_is_recorded_as_it_came():
     assert list(trajectory.versions) == [5 * bool(mine) for mine in trajectory.loss_mask]
     assert not trajectory.logprobs[~trajectory.loss_mask].any()
     assert [(turn.start, turn.end, turn.reward) for turn in trajectory.turns] == [(5, 8, 1.0), (12, 17, 1.0)]
+
+
+def test_only_the_first_turn_waits_for_the_version_that_the_episode_needs():
+    policy = ScriptedPolicy("hi.", "done.")
+    asyncio.run(run(policy, needed_version=5))
+    assert [request.min_version for request in policy.requests] == [5, 0]
 
 
 def test_columns_have_the_types_of_the_record():
