@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 
 MAX_VERSION_WAIT_S = 30.0
-"""The time after which a turn starts with whatever version there is: an engine that cannot load one goes on."""
+"""The time after which a turn starts with whatever version there is: an engine that cannot load one continues."""
 
 
 class VersionGate:

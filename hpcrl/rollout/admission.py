@@ -197,7 +197,7 @@ class AdmissionControl:
     def find_needed_version(self, newest: int) -> int:
         """Return the version that an episode starting now needs, so as not to be too old when its turn comes.
 
-        Training goes on meanwhile: of each batch that is ahead of it, one version is made.
+        Training makes one version from each batch that is ahead of it.
         """
         rollout = self._rollout
         max_lag = get_mode_lag(rollout.mode, max_lag=rollout.max_lag)

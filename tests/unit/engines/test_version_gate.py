@@ -1,4 +1,4 @@
-"""Turns that need a version wait until it is loaded, in every engine; none waits for ever."""
+"""Turns that need a version wait until it is loaded, in every engine; none waits forever."""
 
 import asyncio
 from typing import Any
@@ -65,7 +65,7 @@ def test_a_prompt_is_computed_with_the_version_that_it_needs(engine: EmbeddedEng
     assert asyncio.run(run()) == 3
 
 
-def test_an_engine_that_loads_nothing_goes_on_after_a_while(
+def test_an_engine_that_loads_nothing_continues_after_a_while(
     engine: EmbeddedEngine | SimEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_gate, "MAX_VERSION_WAIT_S", 0.01)
