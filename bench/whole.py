@@ -30,7 +30,7 @@ from pathlib import Path
 
 from bench.campaigns.campaign import ROOT, MeasuredCampaign, open_campaign
 from bench.campaigns.handovers import HandoverTimes, measure_handovers, median_ms
-from bench.campaigns.tasks import ESSAY_TOKENS, GROUP_SIZE, GROUPS_PER_STEP, MAX_RUNNING, write_recipe
+from bench.campaigns.tasks import ESSAY_TOKENS, MAX_RUNNING, write_recipe
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.events import EpisodesCounted
@@ -222,14 +222,20 @@ def _measure_essay(setting: Setting) -> list[Figure]:
     for _ in range(setting.num_rounds):
         with _campaign(setting, "essay") as campaign:
             campaign.await_steps(WARM_STEPS)
-            rate, _ = _measure_steps(campaign, setting.seconds)
+            _, first_step = _measure_steps(campaign, setting.seconds)
+            trained = _count_trained(campaign, first_step)
             endpoint = campaign.read_endpoint()
             campaign.suspend_all_but_engines()
             alone = _measure_engine(endpoint, setting.seconds)
-        trained = rate.steps_per_s * GROUPS_PER_STEP * GROUP_SIZE * ESSAY_TOKENS
         shares.append(trained / alone)
     name = f"64-token answers: trained tokens/s / engine alone ({setting.backend})"
     return [Figure(name=name, value=statistics.median(shares), bar=BAR_TOKENS)]
+
+
+def _count_trained(campaign: MeasuredCampaign, first_step: int) -> float:
+    """Return the model's tokens in training steps after `first_step`, for each second; answers may end early."""
+    first, *steps = [step for step in campaign.list_steps() if step.step >= first_step]
+    return sum(step.num_tokens or 0 for step in steps) / (steps[-1].time - first.time)
 
 
 def _measure_engine(endpoint: EngineEndpoint, seconds: float) -> float:

@@ -71,6 +71,7 @@ CSV_COLUMNS = {
 }
 WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.56, "int4": 0.56}
 """Bytes per weight; those of 4 bits include the scale of every block of 16 or 32."""
+MIN_TOKEN_MS = 0.01
 MIN_RUNNING = 0.5
 """The mean number of requests below which an engine's times are mostly those of waiting."""
 
@@ -222,10 +223,7 @@ def _add_row(
     find_gpu: Callable[[str], GpuModel | None],
 ) -> None:
     """Add the point of a row, or count why there is none."""
-    numbers = {
-        name: _read_number(values[name] or CSV_COLUMNS[name].default or "", name, place=place)
-        for name in ("batch", "prompt_tokens", "reply_tokens", "token_ms", "tp", "pp", "attention_dp")
-    }
+    numbers = _read_numbers(values, place=place)
     if values["precision"] not in WEIGHT_BYTES:
         raise ConfigError(
             f"{place}: precision = {values['precision']!r}: it is one of {', '.join(filter(None, WEIGHT_BYTES))}"
@@ -242,12 +240,30 @@ def _add_row(
         found.left_out["attention is data-parallel"] += 1
     else:
         shape = msgspec.structs.replace(read_model_shape(config), weight_bytes=WEIGHT_BYTES[values["precision"]])
+        if numbers["tp"] > shape.num_heads or numbers["pp"] > shape.num_layers:
+            raise ConfigError(
+                f"{place}: tp = {numbers['tp']:g} and pp = {numbers['pp']:g}: the model has {shape.num_heads} heads "
+                f"and {shape.num_layers} layers"
+            )
         point = _make_point(gpu, shape, numbers)
         room = estimate_speed(gpu, shape=shape, tp=point.tp, pp=point.pp).kv_tokens
         if point.batch * (numbers["prompt_tokens"] + numbers["reply_tokens"]) > room:
             found.left_out["its KV does not fit"] += 1
         else:
             found.points.append(point)
+
+
+def _read_numbers(values: dict[str, str], *, place: str) -> dict[str, float]:
+    numbers = {
+        name: _read_number(values[name] or CSV_COLUMNS[name].default or "", name, place=place)
+        for name in ("batch", "prompt_tokens", "reply_tokens", "token_ms", "tp", "pp", "attention_dp")
+    }
+    for name in ("tp", "pp", "attention_dp"):
+        if not numbers[name].is_integer():
+            raise ConfigError(f"{place}: {name} = {values[name]!r}: give a whole number")
+    if numbers["token_ms"] < MIN_TOKEN_MS:
+        raise ConfigError(f"{place}: token_ms = {values['token_ms']!r}: no engine is so fast; give milliseconds")
+    return numbers
 
 
 def _make_point(gpu: GpuModel, shape: ModelShape, numbers: dict[str, float]) -> ServingPoint:

@@ -130,7 +130,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_kv_s: float = 0.0
     """The time to keep the KV of this turn: the trajectory's next turn is likely to come by then."""
     min_version: int = 0
-    """The version of the weights that an engine which is about to load it waits for, before it starts this turn."""
+    """The version of the weights that `generate` and `prefill` wait for, for a while: it is about to be loaded."""
 
 
 MAX_TOP_LOGPROBS = 20

@@ -74,11 +74,11 @@ class _FrameProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        start, limit = 0, MAX_BODY_BYTES if self.is_proved else _MAX_HELLO_BYTES
+        start = 0
         while len(self._received) >= start + _LENGTH.size and not self.transport.is_closing():
             (length,) = _LENGTH.unpack_from(self._received, start)
             end = start + _LENGTH.size + length
-            if length > limit:
+            if length > (MAX_BODY_BYTES if self.is_proved else _MAX_HELLO_BYTES):
                 self.transport.abort()
             if len(self._received) < end:
                 break

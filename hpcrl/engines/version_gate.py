@@ -9,10 +9,12 @@ would wait for its end.
 """
 
 import asyncio
-import contextlib
 
-MAX_VERSION_WAIT_S = 30.0
-"""The time after which a turn starts with whatever version there is: an engine that cannot load one continues."""
+MAX_VERSION_WAIT_S = 10.0
+"""The time after which a turn starts with whatever version there is: an engine that cannot load one continues.
+
+Routers wait for twice as long for a prompt.
+"""
 
 
 class VersionGate:
@@ -21,6 +23,8 @@ class VersionGate:
     def __init__(self, version: int) -> None:
         self._version = version
         self._opened = asyncio.Event()
+        self.num_waiting = 0
+        """Turns that wait now."""
 
     def open_for(self, version: int) -> None:
         """Let turns pass that need this version, or an older one."""
@@ -32,7 +36,12 @@ class VersionGate:
         """Wait until the engine has a version, MAX_VERSION_WAIT_S at most."""
         if version <= self._version:
             return
-        with contextlib.suppress(TimeoutError):
+        self.num_waiting += 1
+        try:
             async with asyncio.timeout(MAX_VERSION_WAIT_S):
                 while version > self._version:
                     await self._opened.wait()
+        except TimeoutError:
+            return
+        finally:
+            self.num_waiting -= 1

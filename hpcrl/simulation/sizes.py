@@ -4,13 +4,14 @@ CampaignSizes    the workers, their GPUs and speeds
 find_sizes       those of a recipe on a site
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from hpcrl.campaign.request import CampaignRequest
-from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.recipe import Recipe, RoleName, TrainConfig
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
@@ -96,7 +97,20 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
         num_cpu_nodes=sum(component.nodes for component in components if not component.gpus_per_node),
         notes=tuple(dict.fromkeys(notes)),
     )
-    return found if num_gpus is None else _scale(found, num_gpus)
+    if num_gpus is None:
+        return found
+    unit = _count_replica_gpus(request.recipe.train)
+    return _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
+
+
+def _count_replica_gpus(train: TrainConfig) -> int:
+    """Return the GPUs that hold one copy of the model in training."""
+    return train.pipeline_parallel * math.lcm(train.tensor_parallel * train.context_parallel, train.expert_parallel)
+
+
+def _group_gpus(role: RoleSize, unit: int) -> RoleSize:
+    """Return the role in workers of at least `unit` GPUs."""
+    return replace(role, num_workers=max(1, role.num_gpus // unit), gpus_each=unit) if unit > role.gpus_each else role
 
 
 def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> RoleSize | None:

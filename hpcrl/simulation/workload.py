@@ -15,7 +15,7 @@ the model's; the latter counts as RECORDED_TOKENS_PER_S, unless the file has `en
 import csv
 import random
 from collections.abc import Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, pairwise
 from math import exp
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -143,8 +143,10 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
                 raise ConfigError(f"{error}, or leave such calls out with --skip-invalid") from None
     if not calls:
         raise ConfigError(f"{path} has no call of the model whose values can be used")
-    sessions = groupby(calls, key=lambda call: call.session)
-    return [_make_script(list(group)) for _, group in sessions]
+    sessions: dict[str, list[_RecordedCall]] = {}
+    for call in calls:  # those of sessions that ran at the same time may alternate
+        sessions.setdefault(call.session, []).append(call)
+    return [_make_script(sorted(session, key=lambda call: call.t_s)) for session in sessions.values()]
 
 
 class _RecordedCall(NamedTuple):

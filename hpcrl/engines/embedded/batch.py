@@ -194,7 +194,7 @@ class RunningBatch:
         for start, stop in _prefill_spans([len(row.token_ids) for row in self.rows]):
             ids = [row.token_ids for row in self.rows[start:stop]]
             found.append(self._prefill(start, ids, dict.fromkeys(self.rows, 0)))
-        return list(self.rows), torch.cat(found) if found else self._no_logits()
+        return _leave_out_prompts(self.rows, torch.cat(found) if found else self._no_logits())
 
     def _continue_rows(self) -> _Pass:
         """Compute the logits of the next tokens of all rows."""

@@ -155,7 +155,7 @@ class EmbeddedEngine:
         return LoadFigures(
             version=self._batch.version,
             num_running=len(self._batch.rows),
-            num_waiting=self._request_loop.num_waiting,
+            num_waiting=self._request_loop.num_waiting + self._gate.num_waiting,
             num_generated_tokens=self._batch.num_generated,
             running_tokens=sum(len(row.token_ids) for row in self._batch.rows),
             num_places=self._max_batch,

@@ -186,7 +186,7 @@ class SimEngine:
         return LoadFigures(
             version=self.batch.version,
             num_running=len(self.batch),
-            num_waiting=self._request_loop.num_waiting,
+            num_waiting=self._request_loop.num_waiting + self._gate.num_waiting,
             num_generated_tokens=self.batch.num_generated,
             running_tokens=self.batch.num_kv_tokens,
             free_kv_tokens=self.batch.num_free,

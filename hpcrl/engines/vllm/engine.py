@@ -203,7 +203,7 @@ class VllmEngine:
         return LoadFigures(
             version=self.version,
             num_running=num_here - num_waiting,
-            num_waiting=num_waiting,
+            num_waiting=num_waiting + self._gate.num_waiting,
             num_generated_tokens=figures.num_generated_tokens - self._generated_before,
             running_tokens=round(figures.kv_tokens * figures.kv_used_share),
             free_kv_tokens=round(figures.kv_tokens * (1 - figures.kv_used_share)),

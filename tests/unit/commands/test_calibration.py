@@ -90,6 +90,9 @@ def test_a_model_may_be_given_by_its_config(tmp_path):
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,four,100,100,8\n", "batch = 'four': give a number above 0"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,nan,8\n", "reply_tokens = 'nan': give a number above 0"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,fp3,1,4,100,100,8\n", "precision = 'fp3': it is one of bf16"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,0.5,4,100,100,8\n", "tp = '0.5': give a whole number"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,64,4,100,100,8\n", "tp = 64 and pp = 1: the model has 32 heads"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,100,1e-9\n", "token_ms = '1e-9': no engine is so fast"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16\n", "batch = '': give a number above 0"),
     ],
 )  # fmt: skip

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.endpoints import make_proof
@@ -175,6 +176,18 @@ def test_prompts_of_a_million_tokens_and_answers_in_any_order() -> None:
             return [answer.token_ids for answer in answers]
 
     assert on_server(body) == [[7]] * 2
+
+
+def test_a_large_turn_that_arrives_together_with_the_token_is_answered() -> None:
+    async def body(_: ScriptedEngine, served: Served) -> bytes:
+        async with raw_connection(served) as (reader, writer), asyncio.timeout(5):
+            writer.write(frame(b"nonce"))
+            await read_frame(reader)
+            request = msgspec.msgpack.encode([1, turn(token_ids=[7] * 5000)])
+            writer.write(frame(b"right") + frame(request))
+            return await read_frame(reader)
+
+    assert msgspec.msgpack.decode(on_server(body))[1]["token_ids"] == [7]
 
 
 # ---- strangers

@@ -324,6 +324,15 @@ def test_more_gpus_are_divided_as_in_the_plan():
         find_sizes(request, num_gpus=1)
 
 
+def test_training_has_the_gpus_of_a_whole_model_at_least():
+    settings = ("site.account=m1", "train.trainer=megatron", "train.tensor_parallel=4", "train.expert_parallel=8")
+    request = load_request("qwen3-30b-a3b", site="perlmutter", settings=settings)
+    for num_gpus in (30, 201):
+        num_training = find_sizes(request, num_gpus=num_gpus).train.num_gpus
+        assert num_training >= 8
+        assert num_training % 8 == 0
+
+
 @pytest.mark.parametrize("site", ["local", "workstation", "lab", "lab-hetstep"])
 def test_a_simulation_has_the_nodes_of_the_plan(site):
     """Roles of one component share its nodes, with and without GPUs."""
@@ -496,6 +505,13 @@ def test_traces_that_cannot_be_are_refused_with_the_place(tmp_path, capsys, text
     path.write_text(text)
     assert main(["quickstart", "--site", "local", "--traces", str(path)]) == 2
     assert refusal in capsys.readouterr().err
+
+
+def test_calls_of_sessions_that_ran_at_the_same_time_may_alternate(tmp_path):
+    path = tmp_path / "calls.csv"
+    alternating = [f"{name},{5 * turn},{100 * turn + 50},10" for turn in range(3) for name in ("a", "b")]
+    path.write_text("\n".join(["session,t_s,prompt_tokens,reply_tokens", *alternating, "a,1,60,10"]))
+    assert [len(script.turns) for script in read_traces(path)] == [4, 3]
 
 
 def test_calls_that_are_refused_can_be_left_out(tmp_path):

@@ -22,7 +22,7 @@ def test_a_value_is_decoded_as_its_type():
     ("data", "kind", "reason"),
     [
         (DEEP, list, "nested too deep"),
-        (b'"\xff"', str, "utf-8"),
+        (b'"\xff"', str, "(?i)utf-8"),
         (b'{"x": "a"}', Point, "Expected `int`"),
         (b"{", Point, "truncated"),
     ],
