@@ -184,7 +184,7 @@ def measure_group(points: Sequence[ServingPoint], fit: RooflineFit, *, held_out:
 def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get) -> MeasuredServers:
     """Read measured servers; refuse a file that lacks columns or rows, or has values that cannot be."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             found = MeasuredServers(source=str(path))

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from hpcrl.simulation.campaign import SimulationSettings
     from hpcrl.simulation.result import SimulationResult
     from hpcrl.simulation.workload import EpisodeSource, LatencySettings
+
+
+MAX_SIMULATED = 100_000
+"""GPUs, and steps."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,6 +56,9 @@ def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
 
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     sizes = find_sizes(request, num_gpus=arguments.gpus)
+    if arguments.traces is None:
+        times = f"environments start in {arguments.reset_s:g} s and take {arguments.env_s:g} s for a step, on average"
+        sizes = replace(sizes, notes=(*sizes.notes, f"{times} (--reset-s, --env-s, or recorded ones: --traces)"))
     result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), _read_settings(arguments))
     if arguments.timeline is not None:
         write_timeline(result, arguments.timeline)
@@ -107,14 +115,15 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
 
 def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeSource":
     from hpcrl.simulation.recorded import read_campaign_traces
-    from hpcrl.simulation.workload import DrawnEpisodes, RecordedEpisodes, read_traces
+    from hpcrl.simulation.workload import DrawnEpisodes, RecordedEpisodes, fit_episodes, read_traces
 
     if arguments.traces is None:
         return DrawnEpisodes(recipe, _read_latencies(arguments), seed=arguments.seed)
     path = Path(arguments.traces)
     is_file = path.suffix == ".csv" or path.is_file()
     if is_file:
-        return RecordedEpisodes(read_traces(path, skips_invalid=arguments.skip_invalid), arguments.seed)
+        scripts = read_traces(path, skips_invalid=arguments.skip_invalid)
+        return RecordedEpisodes(fit_episodes(scripts, recipe), arguments.seed)
     return read_campaign_traces(arguments.traces, seed=arguments.seed)
 
 
@@ -123,12 +132,14 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("gpus", "steps"):
         if (value := getattr(arguments, name)) is not None and value < 1:
             raise ConfigError(f"--{name} {value}: give a number from 1")
+        if value is not None and value > MAX_SIMULATED:
+            raise ConfigError(f"--{name} {value}: at most {MAX_SIMULATED} are simulated")
     for name in ("env_s", "env_sigma", "reset_s", "reward_s", "train_s"):
         if (value := getattr(arguments, name)) is not None and not 0 <= value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number, 0 or more")
     if not 0 <= arguments.env_faults < 1:
         raise ConfigError(f"--env-faults {arguments.env_faults:g}: give a share from 0 to below 1")
-    if arguments.engine_hours is not None and arguments.engine_hours <= 0:
+    if arguments.engine_hours is not None and not arguments.engine_hours > 0:  # nor is NaN
         raise ConfigError(f"--engine-hours {arguments.engine_hours:g}: give a number above 0")
 
 

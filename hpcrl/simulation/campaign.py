@@ -9,6 +9,7 @@ What the policies wait for takes as long as in a real campaign: groups are seale
 some time after its step, and an env worker looks around once in a round.
 """
 
+import math
 import random
 from collections import Counter
 from functools import partial
@@ -369,10 +370,10 @@ def _make_result(campaign: SimulatedCampaign) -> SimulationResult:
         num_jobs=campaign.num_jobs,
         seconds=round(seconds, 3),
         step_s=round(fmean(regular), 4) if regular else None,
-        step_p95_s=round(regular[int(0.95 * (len(regular) - 1))], 4) if regular else None,
+        step_p95_s=round(regular[math.ceil(0.95 * len(regular)) - 1], 4) if regular else None,
         train_s=round(fmean(step.ended_at - step.started_at for step in steps), 4) if steps else 0.0,
         num_episodes=campaign.num_trained,
-        num_turns=sum(env_worker.router.reasons.total() for env_worker in campaign.env_workers),
+        num_turns=sum(env_worker.num_turns for env_worker in campaign.env_workers),
         tokens_per_s=round(campaign.num_trained_tokens / seconds, 2) if seconds else 0.0,
         utilisation=_measure_utilisation(campaign),
         lag_mean=round(sum(lag * num for lag, num in lags.items()) / max(1, lags.total()), 4),

@@ -138,6 +138,8 @@ class SimulatedEnvWorker:
         """Members of full groups that are not durable."""
         self.is_draining = False
         self.runs: dict[str, EpisodeRun] = {}
+        self.num_turns = 0
+        """Turns that were generated."""
         self.num_in_env = 0
         """Episodes whose environment is at work."""
         self._links = links
@@ -456,6 +458,7 @@ class SimulatedEnvWorker:
         run.num_context += turn.num_reply
         run.num_generated += turn.num_reply
         run.turn += 1
+        self.num_turns += 1
         self.num_in_env += 1
         self._queue.call_later(self._links.request_s / 2 + turn.env_s, lambda: self._step_environment(run))
 

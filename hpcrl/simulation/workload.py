@@ -5,6 +5,7 @@
     LatencySettings              the times of environments, which no recipe has
     DrawnEpisodes                by distributions of the recipe
     RecordedEpisodes             recorded ones, in a seeded order
+    fit_episodes                 cut them where the recipe would end them
     read_traces                  those of a CSV file with a row for each call of the model
     TRACE_COLUMNS                its columns, with the names that they may have
 
@@ -14,6 +15,7 @@ the model's; the latter counts as RECORDED_TOKENS_PER_S, unless the file has `en
 
 import csv
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from math import exp
@@ -22,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
+from hpcrl.system.terminal import print_note
 
 CHARS_PER_TOKEN = 4
 RECORDED_TOKENS_PER_S = 100.0
@@ -88,6 +91,7 @@ class DrawnEpisodes:
         turns: list[TurnScript] = []
         for _ in range(draw.randint(1, table.max_turns)):
             fresh = max(1, round(_draw_lognormal(draw, table.usual_prompt_tokens, settings.length_sigma)))
+            fresh = min(fresh, max(1, int(room) - 1)) if not turns else fresh  # a longer prompt is never played
             reply = min(limit, max(1, round(_draw_lognormal(draw, usual, settings.length_sigma))))
             room -= fresh + reply
             if room < 0 and turns:
@@ -124,7 +128,7 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
     With `skips_invalid` calls with such values are left out.
     """
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             rows = [(number, row) for number, row in enumerate(reader, 2)]
@@ -141,12 +145,44 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
         except ConfigError as error:
             if not skips_invalid:
                 raise ConfigError(f"{error}, or leave such calls out with --skip-invalid") from None
+    if left_out := len(rows) - len(calls):
+        print_note(f"{path}: {left_out} of {len(rows)} calls have values that cannot be, and are left out")
     if not calls:
         raise ConfigError(f"{path} has no call of the model whose values can be used")
     sessions: dict[str, list[_RecordedCall]] = {}
     for call in calls:  # those of sessions that ran at the same time may alternate
         sessions.setdefault(call.session, []).append(call)
     return [_make_script(sorted(session, key=lambda call: call.t_s)) for session in sessions.values()]
+
+
+def fit_episodes(scripts: Sequence[EpisodeScript], recipe: Recipe) -> list[EpisodeScript]:
+    """Cut episodes where the recipe would end them: at its longest reply, and where its context is full."""
+    longest = max([recipe.rollout.max_new_tokens, *(one.max_new_tokens or 0 for one in recipe.domains.values())])
+    context = recipe.max_context or _LARGEST
+    fitted = [_fit_script(script, longest=longest, context=context) for script in scripts]
+    playable = [script for script in fitted if script.turns]
+    if not playable:
+        raise ConfigError(
+            f"no episode starts with a prompt of less than {context:g} tokens, which is all the model sees"
+        )
+    if num_cut := sum(one != script for one, script in zip(fitted, scripts, strict=True)):
+        print_note(
+            f"{num_cut} of {len(scripts)} episodes are longer than the recipe allows (replies of {longest} tokens, "
+            f"{context:g} in all): they are cut there, or left out if their first prompt is"
+        )
+    return playable
+
+
+def _fit_script(script: EpisodeScript, *, longest: int, context: float) -> EpisodeScript:
+    turns, room = [], context
+    for turn in script.turns:
+        room -= turn.num_fresh
+        if room <= 0:
+            break
+        reply = min(turn.num_reply, longest, int(room))
+        turns.append(turn._replace(num_reply=reply))
+        room -= reply
+    return script._replace(turns=tuple(turns))
 
 
 class _RecordedCall(NamedTuple):
@@ -161,6 +197,8 @@ class _RecordedCall(NamedTuple):
 
 def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str]:
     found = {key: next((name for name in names if name in given), None) for key, names in TRACE_COLUMNS.items()}
+    if twice := [name for name, num in Counter(given).items() if num > 1]:
+        raise ConfigError(f"{path} has two columns {twice[0]!r}: give each name once")
     if missing := [" or ".join(TRACE_COLUMNS[key]) for key, name in found.items() if name is None]:
         raise ConfigError(
             f"{path} has no column {', '.join(missing)}: it has {', '.join(given) or 'none'}; a file of traces has a "
@@ -176,8 +214,12 @@ def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]
         except (TypeError, ValueError):
             value = -1.0
         if not 0 <= value < _LARGEST:
-            raise ConfigError(f"{path}, line {line}: {name} = {row[name]!r}: give a number, 0 or more")
+            number = "a number, 0 or more" if value < 0 else f"a number below {_LARGEST:g}"
+            raise ConfigError(f"{path}, line {line}: {name} = {row[name]!r}: give {number}")
         return value
+
+    if None in row:
+        raise ConfigError(f"{path}, line {line}: it has more values than the header has columns: write 1.5, not 1,5")
 
     def read_tokens(name: str) -> int:
         return max(1, int(read(name)) // (CHARS_PER_TOKEN if name.endswith("_chars") else 1))

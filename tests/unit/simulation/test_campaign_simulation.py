@@ -32,6 +32,7 @@ from hpcrl.simulation.workload import (
     LatencySettings,
     RecordedEpisodes,
     TurnScript,
+    fit_episodes,
     read_traces,
 )
 from hpcrl.spool.record import EpisodeTurn
@@ -498,6 +499,10 @@ def test_recorded_calls_become_turns(tmp_path):
         (TRACES + "2,-1,10,10\n", "line 5: t_s = '-1': give a number, 0 or more"),
         (TRACES + "2,0,ten,10\n", "line 5: prompt_tokens = 'ten': give a number"),
         (TRACES + "2,0\n", "line 5: prompt_tokens = None: give a number"),
+        (TRACES + "2,0,1e9,10\n", "line 5: prompt_tokens = '1e9': give a number below 1e+09"),
+        (TRACES + "2,0,5,100,10\n", "line 5: it has more values than the header has columns"),
+        ("session,session,t_s,prompt_tokens,reply_tokens\n0,0,0,1,1\n", "has two columns 'session'"),
+        ("session,t_s,prompt_tokens,reply_tokens\n0,0,9999,1\n", "no episode starts with a prompt of less than"),
     ],
 )
 def test_traces_that_cannot_be_are_refused_with_the_place(tmp_path, capsys, text, refusal):
@@ -514,10 +519,29 @@ def test_calls_of_sessions_that_ran_at_the_same_time_may_alternate(tmp_path):
     assert [len(script.turns) for script in read_traces(path)] == [4, 3]
 
 
-def test_calls_that_are_refused_can_be_left_out(tmp_path):
+def test_calls_that_are_refused_can_be_left_out(tmp_path, capsys):
     path = tmp_path / "calls.csv"
     path.write_text(TRACES + "2,-1,10,10\n")
     assert len(read_traces(path, skips_invalid=True)) == 2
+    assert "1 of 4 calls have values that cannot be, and are left out" in capsys.readouterr().err
+
+
+def test_a_table_may_start_with_the_mark_that_excel_writes(tmp_path):
+    path = tmp_path / "calls.csv"
+    path.write_text("\ufeff" + TRACES, encoding="utf-8")
+    assert len(read_traces(path)) == 2
+
+
+def test_recorded_episodes_are_cut_where_the_recipe_would_end_them(capsys):
+    recipe = load_request("quickstart", site="local").recipe
+    longest, context = recipe.rollout.max_new_tokens, recipe.max_context
+    episodes = [
+        EpisodeScript(0.0, (TurnScript(5, 1, 1.0),)),
+        EpisodeScript(0.0, (TurnScript(5, 10 * longest, 1.0), TurnScript(context, 1, 1.0))),
+        EpisodeScript(0.0, (TurnScript(context, 1, 1.0),)),
+    ]
+    assert fit_episodes(episodes, recipe) == [episodes[0], EpisodeScript(0.0, (TurnScript(5, longest, 1.0),))]
+    assert "2 of 3 episodes are longer than the recipe allows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -528,6 +552,8 @@ def test_calls_that_are_refused_can_be_left_out(tmp_path):
         (["--env-s", "-1"], "--env-s -1: give a number, 0 or more"),
         (["--env-s", "nan"], "--env-s nan: give a number, 0 or more"),
         (["--env-faults", "1"], "--env-faults 1: give a share"),
+        (["--gpus", "100001"], "--gpus 100001: at most 100000 are simulated"),
+        (["--engine-hours", "nan"], "--engine-hours nan: give a number above 0"),
         (["--engine-hours", "0"], "--engine-hours 0: give a number above 0"),
         (["--traces", "nowhere.csv"], "nowhere.csv cannot be read (No such file or directory): give a CSV file"),
         (["--timeline", "steps.png", "--steps", "2"], "give a name that ends with .svg or .html"),
