@@ -16,6 +16,7 @@ import hmac
 import shutil
 import struct
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -58,7 +59,7 @@ _turn_decoder = msgspec.msgpack.Decoder(_TurnFrame)
 _answer_decoder = msgspec.msgpack.Decoder(_AnswerFrame)
 
 
-class _FrameProtocol(asyncio.Protocol):
+class _FrameProtocol(asyncio.Protocol, ABC):
     """A connection of frames; one that is not understood closes it."""
 
     transport: asyncio.Transport
@@ -90,8 +91,9 @@ class _FrameProtocol(asyncio.Protocol):
                 self.transport.abort()
         del self._received[:start]
 
+    @abstractmethod
     def receive_frame(self, frame: bytes) -> None:
-        raise NotImplementedError
+        """Handle a frame; a DecodeError or UnicodeError closes the connection."""
 
     def send_frame(self, data: bytes) -> None:
         self.transport.write(_LENGTH.pack(len(data)) + data)

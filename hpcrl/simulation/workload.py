@@ -91,7 +91,8 @@ class DrawnEpisodes:
         turns: list[TurnScript] = []
         for _ in range(draw.randint(1, table.max_turns)):
             fresh = max(1, round(_draw_lognormal(draw, table.usual_prompt_tokens, settings.length_sigma)))
-            fresh = min(fresh, max(1, int(room) - 1)) if not turns else fresh  # a longer prompt is never played
+            if not turns:  # a longer first prompt is never played
+                fresh = min(fresh, max(1, int(room) - 1))
             reply = min(limit, max(1, round(_draw_lognormal(draw, usual, settings.length_sigma))))
             room -= fresh + reply
             if room < 0 and turns:

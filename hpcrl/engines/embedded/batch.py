@@ -116,7 +116,8 @@ class RunningBatch:
     def advance(self, joining: list[RunningRequest]) -> list[RunningRequest]:
         """Admit rows, generate one token for every row, and remove and return those that are done."""
         was_stale, self._is_stale = self._is_stale, False
-        passes = [self._recompute_kv() if was_stale else self._continue_rows(), *self._join(joining)]
+        passes = self._recompute_kv() if was_stale else self._continue_rows()
+        passes += self._join(joining)
         if not self._weights_are_intact():
             return []
         rows = [row for part, _ in passes for row in part]
@@ -187,22 +188,18 @@ class RunningBatch:
             self.is_torn = self._is_stale = True
         return not self.is_torn
 
-    def _recompute_kv(self) -> _Pass:
+    def _recompute_kv(self) -> list[_Pass]:
         """Recompute the KV of all rows; the same passes yield the logits of their next tokens."""
         self.rows.sort(key=lambda row: len(row.token_ids), reverse=True)
-        found = []
-        for start, stop in _prefill_spans([len(row.token_ids) for row in self.rows]):
-            ids = [row.token_ids for row in self.rows[start:stop]]
-            found.append(self._prefill(start, ids, dict.fromkeys(self.rows, 0)))
-        return _leave_out_prompts(self.rows, torch.cat(found) if found else self._no_logits())
+        return self._prefill_rows(0, {row: row.token_ids for row in self.rows}, dict.fromkeys(self.rows, 0))
 
-    def _continue_rows(self) -> _Pass:
+    def _continue_rows(self) -> list[_Pass]:
         """Compute the logits of the next tokens of all rows."""
         if not self.rows:
-            return [], self._no_logits()
+            return []
         ids_B1 = torch.tensor([[row.token_ids[-1]] for row in self.rows])
         columns_B1 = torch.tensor([[len(row.token_ids) - 1] for row in self.rows])
-        return list(self.rows), self._forward(0, ids_B1, columns_B1)
+        return [(list(self.rows), self._forward(0, ids_B1, columns_B1))]
 
     def _join(self, rows: list[RunningRequest]) -> list[_Pass]:
         """Compute the KV of new rows and, in the same passes, the logits of their first tokens."""
@@ -219,11 +216,7 @@ class RunningBatch:
                 self._slots.put(slot, kv.kv_KHTD)
             row.kv = None
         self.rows += rows
-        passes = []
-        for start, stop in _prefill_spans([len(new_ids[row]) for row in rows]):
-            span = rows[start:stop]
-            passes.append((span, self._prefill(first + start, [new_ids[row] for row in span], starts)))
-        return [_leave_out_prompts(rows, logits_BV) for rows, logits_BV in passes]
+        return self._prefill_rows(first, {row: new_ids[row] for row in rows}, starts)
 
     def _find_known_kv(self, row: RunningRequest) -> RowKv | None:
         """Return KV that was handed over by a prefill engine or kept from the trajectory's last turn."""
@@ -235,6 +228,18 @@ class RunningBatch:
     def _is_usable_kv(self, row: RunningRequest, kv: RowKv) -> bool:
         same = kv.version == self.version and kv.token_ids == row.token_ids[:-1]
         return same and self._slots.shape.has_shape_of(kv.kv_KHTD)
+
+    def _prefill_rows(
+        self, first: int, new_ids: dict[RunningRequest, list[int]], starts: dict[RunningRequest, int]
+    ) -> list[_Pass]:
+        """Compute the missing tokens of the rows from slot `first`; passes have those rows that generate tokens."""
+        rows, passes = list(new_ids), list[_Pass]()
+        for start, stop in _prefill_spans([len(ids) for ids in new_ids.values()]):
+            span = rows[start:stop]
+            logits_BV = self._prefill(first + start, [new_ids[row] for row in span], starts)
+            kept = [place for place, row in enumerate(span) if row.max_new_tokens]
+            passes.append(([span[place] for place in kept], logits_BV[kept]))
+        return passes
 
     def _prefill(self, first: int, new_ids: list[list[int]], starts: dict[RunningRequest, int]) -> torch.Tensor:
         """Compute the KV of `new_ids`, the missing tokens of the rows from slot `first`, and the logits that follow."""
@@ -301,9 +306,6 @@ class RunningBatch:
         (hidden_BQE,) = inputs
         return (hidden_BQE[torch.arange(len(hidden_BQE)), self._last_B][:, None],)
 
-    def _no_logits(self) -> torch.Tensor:
-        return torch.zeros(0, self.vocabulary_size, device=self._slots.shape.device)
-
     def _release(self) -> list[RunningRequest]:
         """Remove and return the rows that are done; the last rows move into their slots."""
         done = [slot for slot, row in enumerate(self.rows) if row.is_done]
@@ -326,12 +328,6 @@ class RunningBatch:
         self._prefixes.put(kv, keep_s=row.keep_kv_s)
         if row.max_new_tokens == 0:
             row.kv = kv
-
-
-def _leave_out_prompts(rows: list[RunningRequest], logits_BV: torch.Tensor) -> _Pass:
-    """Return the rows that generate tokens, and their logits."""
-    kept = [place for place, row in enumerate(rows) if row.max_new_tokens]
-    return [rows[place] for place in kept], logits_BV[kept]
 
 
 def _prefill_spans(num_new: list[int]) -> Iterator[tuple[int, int]]:
