@@ -6,7 +6,7 @@ SimulatedCampaign    the parts, and what passes between them
 MAX_ENV_WORKERS      the env workers that are simulated, at most
 
 What the policies wait for takes as long as in a real campaign: groups are sealed with others, an engine loads a version
-some time after its step, and an env worker looks around once in a round.
+some time after its step, and an env worker looks around once in a round where nothing wakes it.
 """
 
 import math
@@ -186,10 +186,13 @@ class SimulatedCampaign:
 
     def _seal(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
         def hand_over() -> None:
-            env_worker.record_durable(members)
             self.trainer.waiting[env_worker.name] += len(members)
             self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
-            self._poll_other_env_workers(env_worker)
+            self.queue.call_later(0.0, end_hold)  # after the trainer has them, unless it waits for their rewards
+
+        def end_hold() -> None:
+            env_worker.record_durable(members)
+            self._poll_env_workers()
 
         self.queue.call_later(self.settings.handover_s, hand_over)
 
@@ -247,11 +250,6 @@ class SimulatedCampaign:
     def _poll_env_workers(self) -> None:
         for env_worker in self.env_workers:
             env_worker.poll()
-
-    def _poll_other_env_workers(self, env_worker: SimulatedEnvWorker) -> None:
-        for other in self.env_workers:
-            if other is not env_worker:
-                other.poll()
 
     # ---- jobs
 

@@ -5,8 +5,8 @@ EnvWorkerLinks       what an env worker reaches of the campaign
 SimulatedEnvWorker   the env worker
 FaultSettings        how often environments and engines fail
 
-It looks around when a real one does: at once when a group is full or a step has ended, otherwise in its next round.
-What it has sealed counts from that round on, and its hold is that of the last one.
+It looks around when a real one does: at once when a group is full, has become durable, or a step has ended, otherwise
+in its next round. Its hold is that of the last round, or of what has become durable since.
 """
 
 import random
@@ -133,7 +133,7 @@ class SimulatedEnvWorker:
         )
         self.in_flight = InFlightVersions()
         self.hold: int | None = None
-        """The version that training should not pass yet, as of the last round."""
+        """The version that training should not pass yet, as of when it was last written."""
         self.num_unsealed = 0
         """Members of full groups that are not durable."""
         self.is_draining = False
@@ -269,11 +269,11 @@ class SimulatedEnvWorker:
     # ---- full groups
 
     def record_durable(self, members: Sequence[Trajectory]) -> None:
-        """Record that these are durable, which counts from the next round: this one has started groups already."""
+        """Record that these are durable; the hold may have been for them."""
         self.num_unsealed -= len(members)
         for one in members:
             self.in_flight.drop(one.id)
-        self._poll_later()
+        self._write_hold()
 
     def _release(self, members: Sequence[Trajectory]) -> None:
         """Hold the members of a full group until others become durable with them, or they are old enough."""

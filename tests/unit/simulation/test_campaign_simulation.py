@@ -410,7 +410,7 @@ def test_full_groups_become_durable_together_once_they_are_old_or_complete_a_bat
     assert sum(sizes) >= 64 * len(campaign.trainer.steps)
 
 
-def test_what_has_become_durable_counts_from_the_next_round_of_an_env_worker():
+def test_groups_start_as_soon_as_others_are_durable():
     campaign, durable, starts = make_simulation("rollout.mode=one-step-off", handover_s=0.0, load_s=0.0), [], []
     worker = campaign.env_workers[0]
     record_calls(worker, "record_durable", durable, campaign.queue)
@@ -418,8 +418,18 @@ def test_what_has_become_durable_counts_from_the_next_round_of_an_env_worker():
     campaign.num_steps = 3
     campaign.run()
     times = [{time for time, *_ in calls} for calls in (durable, starts)]
-    assert all(times)
-    assert not set.intersection(*times)
+    assert set.intersection(*times)
+
+
+def test_a_hold_ends_when_what_it_is_for_has_become_durable():
+    campaign = make_simulation("rollout.max_lag=0")
+    worker, member = campaign.env_workers[0], make_trajectory("lake/0/0", reward=1.0)
+    worker.in_flight.start(member.id, version=0)
+    worker.in_flight.mark_leaving(member.id)
+    worker._write_hold()
+    assert worker.hold is not None
+    worker.record_durable([member])
+    assert worker.hold is None
 
 
 def test_a_trainer_drops_what_is_too_old_before_it_has_a_batch():
