@@ -1,0 +1,1 @@
+"""Published figures beside those of the simulator and the cost model: `python -m bench.papers`."""
