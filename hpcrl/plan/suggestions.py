@@ -76,9 +76,13 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
         time = f"{hours:.3g} h" if hours >= 2 else f"{hours * 60:.3g} min"
         return f"{each_job}; the last step after {time}, {whole}"
 
+    def list_costs(self) -> tuple[float, float, float]:
+        """Return the time of the campaign, and what it uses of nodes and GPUs."""
+        return self.campaign_hours or 0.0, self.campaign_node_hours or 0.0, self.campaign_gpu_hours or 0.0
+
     def is_as_good_as(self, other: "PlanSuggestion") -> bool:
         """Return whether a campaign under this plan is as fast and as cheap as under another."""
-        mine, others = ((one.campaign_hours or 0.0, one.campaign_node_hours or 0.0) for one in (self, other))
+        mine, others = self.list_costs(), other.list_costs()
         return mine[0] <= others[0] and mine[1] <= others[1]
 
 
@@ -101,12 +105,19 @@ def suggest_plans(recipe: Recipe, site: Site, plan: Plan) -> tuple[PlanSuggestio
 
 
 def choose_frontier(made: PlanSuggestion, others: Sequence[PlanSuggestion]) -> list[PlanSuggestion]:
-    """Return other plans beside which none is both as fast and as cheap, the fastest first, with both ends of them."""
+    """Return other plans beside which none is both as fast and as cheap, the fastest first.
+
+    If there are too many, the fastest and the cheapest stay, with one between them: faster and cheaper than the plan
+    that was made, if any is.
+    """
     best: list[PlanSuggestion] = []
-    for one in sorted(others, key=lambda one: (one.campaign_hours or 0.0, one.campaign_node_hours or 0.0)):
+    for one in sorted(others, key=PlanSuggestion.list_costs):
         if not any(better.is_as_good_as(one) for better in (made, *best)):
             best.append(one)
-    return best if len(best) <= MAX_SUGGESTIONS else [best[0], best[len(best) // 2], best[-1]]
+    if len(best) <= MAX_SUGGESTIONS:
+        return best
+    between = [one for one in best[1:-1] if one.is_as_good_as(made)] or best[1:-1]
+    return [best[0], between[len(between) // 2], best[-1]]
 
 
 def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.campaign.request import load_request
@@ -98,6 +99,18 @@ def test_a_long_frontier_keeps_its_ends() -> None:
     found = [one.settings[0] for one in choose_frontier(made, others)]
     assert len(found) == MAX_SUGGESTIONS
     assert (found[0], found[-1]) == ("1", "7")
+
+
+def test_a_long_frontier_keeps_a_plan_that_is_faster_and_cheaper() -> None:
+    made = timed("made", 10.0, 100.0)
+    others = [timed(str(hours), hours, 150.0 - 9 * hours) for hours in (1.0, 2.0, 3.0, 4.0, 9.0, 11.0, 12.0)]
+    assert [one.settings[0] for one in choose_frontier(made, others)] == ["1.0", "9.0", "12.0"]
+
+
+def test_of_plans_with_the_same_time_and_nodes_the_one_with_fewer_gpus_is_offered() -> None:
+    more, fewer = timed("more", 9.0, 90.0), timed("fewer", 9.0, 90.0)
+    fewer = msgspec.structs.replace(fewer, campaign_gpu_hours=80.0)
+    assert choose_frontier(timed("made", 10.0, 100.0), [more, fewer]) == [fewer]
 
 
 def test_the_time_and_cost_of_a_campaign_are_shown_where_they_are_known() -> None:
