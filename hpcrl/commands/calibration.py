@@ -39,11 +39,14 @@ from hpcrl.hardware.speed_fit import (
     StepPoint,
     correlate_ranks,
     estimate_token_s,
+    find_peak_step_s,
+    find_peak_token_s,
     fit_speed,
     measure_errors,
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.system.files import find_input
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.terminal import print_json, print_line, show_wait
 
@@ -71,7 +74,9 @@ CSV_COLUMNS = {
 }
 WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.56, "int4": 0.56}
 """Bytes per weight; those of 4 bits include the scale of every block of 16 or 32."""
-MIN_TOKEN_MS = 0.01
+MAX_PEAK_FACTOR = 10.0
+"""A time this many times shorter than the peaks of the GPUs allow is wrong. In published ones it is 4 at most, since
+prompts are computed between the steps in less than the model thinks."""
 MIN_RUNNING = 0.5
 """The mean number of requests below which an engine's times are mostly those of waiting."""
 
@@ -120,8 +125,9 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
 def calibrate_speed(source: str, *, site: Site | None, held_out: Sequence[str], as_json: bool) -> int:
     """Fit to a campaign or a CSV file, but not to the GPU types in `held_out`, and print the result."""
     with show_wait("the measurements are read, and the cost model is fitted to them"):
-        if source.endswith(".csv") or Path(source).is_file():
-            servers = read_serving_csv(Path(source), find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
+        path = Path(source)
+        if path.suffix == ".csv" or (path.exists() and not path.is_dir()):
+            servers = read_serving_csv(path, find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
         else:
             servers = read_campaign_points(directory.find_campaign(source))
         report = fit_servers(servers, held_out=held_out)
@@ -184,7 +190,7 @@ def measure_group(points: Sequence[ServingPoint], fit: RooflineFit, *, held_out:
 def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get) -> MeasuredServers:
     """Read measured servers; refuse a file that lacks columns or rows, or has values that cannot be."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with find_input(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             found = MeasuredServers(source=str(path))
@@ -249,6 +255,11 @@ def _add_row(
         room = estimate_speed(gpu, shape=shape, tp=point.tp, pp=point.pp).kv_tokens
         if point.batch * (numbers["prompt_tokens"] + numbers["reply_tokens"]) > room:
             found.left_out["its KV does not fit"] += 1
+        elif point.token_s * MAX_PEAK_FACTOR < (peak_s := find_peak_token_s(point)):
+            raise ConfigError(
+                f"{place}: token_ms = {values['token_ms']!r}: no engine is so fast; at the peaks of its GPUs it is "
+                f"{peak_s * 1e3:.3g}: give milliseconds, and check tp, batch and precision"
+            )
         else:
             found.points.append(point)
 
@@ -261,8 +272,6 @@ def _read_numbers(values: dict[str, str], *, place: str) -> dict[str, float]:
     for name in ("tp", "pp", "attention_dp"):
         if not numbers[name].is_integer():
             raise ConfigError(f"{place}: {name} = {values[name]!r}: give a whole number")
-    if numbers["token_ms"] < MIN_TOKEN_MS:
-        raise ConfigError(f"{place}: token_ms = {values['token_ms']!r}: no engine is so fast; give milliseconds")
     return numbers
 
 
@@ -404,19 +413,21 @@ def _add_engine_points(
         if event.running < MIN_RUNNING or not event.num_tokens:
             found.left_out["an engine with next to no requests"] += 1
             continue
-        found.points.append(
-            ServingPoint(
-                gpu=gpu,
-                shape=shape,
-                tp=tp,
-                batch=event.running / max(event.busy_share, 0.01),
-                num_context=lengths.num_context,
-                num_prefilled=lengths.num_fresh,
-                num_known=max(0.0, lengths.num_context - lengths.num_fresh),
-                num_new=lengths.num_new,
-                token_s=event.running * event.window_s * scale / event.num_tokens,
-            )
+        point = ServingPoint(
+            gpu=gpu,
+            shape=shape,
+            tp=tp,
+            batch=event.running / max(event.busy_share, 0.01),
+            num_context=lengths.num_context,
+            num_prefilled=lengths.num_fresh,
+            num_known=max(0.0, lengths.num_context - lengths.num_fresh),
+            num_new=lengths.num_new,
+            token_s=event.running * event.window_s * scale / event.num_tokens,
         )
+        if point.token_s * MAX_PEAK_FACTOR < find_peak_token_s(point):
+            found.left_out["an engine that is faster than its GPUs can be"] += 1
+        else:
+            found.points.append(point)
 
 
 def _add_step_points(
@@ -433,7 +444,11 @@ def _add_step_points(
                     num_gpus=num_gpus,
                     pp=recipe.train.pipeline_parallel,
                 )
-                found.steps.append(StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s))
+                step = StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s)
+                if step.step_s * MAX_PEAK_FACTOR < find_peak_step_s(step):
+                    found.left_out["a training step that is faster than its GPUs can be"] += 1
+                else:
+                    found.steps.append(step)
 
 
 def _describe_report(report: CalibrationReport) -> list[str]:

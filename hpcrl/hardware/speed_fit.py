@@ -3,6 +3,7 @@
     ServingPoint          a server under a steady load, with the time that a token took
     StepPoint             a training step, with the time that it took
     estimate_token_s      the time of a token by the model
+    find_peak_token_s, find_peak_step_s    the times at the peaks of the GPUs
     fit_speed             the coefficients that predict all points best
     measure_errors        relative errors of the time of a token
     correlate_ranks       Spearman's rank correlation
@@ -21,6 +22,10 @@ import msgspec
 from hpcrl.hardware.cost_model import ModelShape, TrainingWork, estimate_speed, estimate_step_s
 from hpcrl.hardware.gpus import DEFAULT_FIT, GpuModel, RooflineFit
 
+PEAK_FIT = RooflineFit(
+    layer_s=0.0, expert_layer_s=0.0, hop_s=0.0, link=0.0, read=1.0, kv=1.0, compute=1.0, prefill=1.0, train=1.0
+)
+"""The coefficients of servers and trainers that reach the peaks of their GPUs."""
 SERVING_TERMS = ("layer_s", "expert_layer_s", "hop_s", "read", "kv", "compute", "prefill", "link")
 MIN_POINTS = 8
 _NUM_ROUNDS = 25
@@ -69,6 +74,17 @@ def estimate_token_s(point: ServingPoint, fit: RooflineFit | None = None) -> flo
     others = max(0.0, point.batch - 1) / point.num_new
     prefill_s = speed.prefill_s(point.num_prefilled, num_known=point.num_known)
     return speed.decode_s(point.batch, num_kv=point.batch * point.num_context) + others * prefill_s
+
+
+def find_peak_token_s(point: ServingPoint) -> float:
+    """Return the time of a token at the peaks of the GPUs."""
+    return estimate_token_s(point, PEAK_FIT)
+
+
+def find_peak_step_s(point: StepPoint) -> float:
+    """Return the time of a training step at the peaks of the GPUs."""
+    gpu = msgspec.structs.replace(point.gpu, fit=PEAK_FIT)
+    return estimate_step_s(gpu, shape=point.shape, work=point.work)
 
 
 def fit_speed(

@@ -52,8 +52,10 @@ def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
     from hpcrl.campaign.request import load_request
     from hpcrl.simulation.campaign import simulate_campaign
     from hpcrl.simulation.sizes import find_sizes
-    from hpcrl.simulation.timeline import write_timeline
+    from hpcrl.simulation.timeline import check_timeline_path, write_timeline
 
+    if arguments.timeline is not None:
+        check_timeline_path(arguments.timeline)
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     sizes = find_sizes(request, num_gpus=arguments.gpus)
     if arguments.traces is None:
@@ -120,8 +122,7 @@ def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeS
     if arguments.traces is None:
         return DrawnEpisodes(recipe, _read_latencies(arguments), seed=arguments.seed)
     path = Path(arguments.traces)
-    is_file = path.suffix == ".csv" or path.is_file()
-    if is_file:
+    if path.suffix == ".csv" or (path.exists() and not path.is_dir()):
         scripts = read_traces(path, skips_invalid=arguments.skip_invalid)
         return RecordedEpisodes(fit_episodes(scripts, recipe), arguments.seed)
     return read_campaign_traces(arguments.traces, seed=arguments.seed)
@@ -137,6 +138,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("env_s", "env_sigma", "reset_s", "reward_s", "train_s"):
         if (value := getattr(arguments, name)) is not None and not 0 <= value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number, 0 or more")
+    if arguments.traces is not None and not arguments.traces.strip():
+        raise ConfigError("--traces is empty: name a CSV file or a campaign")
     if not 0 <= arguments.env_faults < 1:
         raise ConfigError(f"--env-faults {arguments.env_faults:g}: give a share from 0 to below 1")
     if arguments.engine_hours is not None and not arguments.engine_hours > 0:  # nor is NaN

@@ -61,10 +61,14 @@ class CampaignSizes:
     @property
     def num_nodes(self) -> int:
         """The nodes with GPUs, which roles of one component share, and those without."""
+        return self.num_cpu_nodes + sum(self.count_gpu_nodes().values())
+
+    def count_gpu_nodes(self) -> dict[int, int]:
+        """Return the nodes with GPUs by component."""
         num_gpus: Counter[tuple[int, int]] = Counter()
         for role in self.roles.values():
             num_gpus[role.component, role.gpus_per_node] += role.num_gpus
-        return self.num_cpu_nodes + sum(-(-num // each) for (_, each), num in num_gpus.items() if each)
+        return {component: -(-num // each) for (component, each), num in num_gpus.items() if each}
 
     def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
         """Return the speed of an engine; ConfigError if the model does not fit into it."""
@@ -100,7 +104,20 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
     if num_gpus is None:
         return found
     unit = _count_replica_gpus(request.recipe.train)
-    return _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
+    scaled = _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
+    return replace(scaled, notes=(*scaled.notes, *_note_large_partitions(scaled, request)))
+
+
+def _note_large_partitions(sizes: CampaignSizes, request: CampaignRequest) -> list[str]:
+    """Return a line for each partition that has fewer nodes than are simulated, which no plan could use."""
+    num_nodes: Counter[str] = Counter()
+    for component, num in sizes.count_gpu_nodes().items():
+        num_nodes[request.plan.components[component].partition] += num
+    return [
+        f"partition {label} has {num} nodes; site {request.site.name} allows {request.site.partitions[label].max_nodes}"
+        for label, num in num_nodes.items()
+        if num > request.site.partitions[label].max_nodes
+    ]
 
 
 def _count_replica_gpus(train: TrainConfig) -> int:

@@ -1,4 +1,8 @@
-"""The picture of a simulation's timeline: an SVG, or a page with it (`draw_timeline`, `write_timeline`).
+"""The picture of a simulation's timeline: an SVG, or a page with it.
+
+check_timeline_path    refuses a name before anything is simulated
+draw_timeline          the picture
+write_timeline         the file
 
 A row for each role has a column for each span of time, the darker the busier; lines mark the ends of steps.
 """
@@ -58,6 +62,16 @@ def draw_timeline(result: SimulationResult) -> str:
     return "\n".join(parts) + "\n"
 
 
+def check_timeline_path(path: Path) -> None:
+    """Refuse a name that no picture can be written to."""
+    if path.suffix not in (".svg", ".html"):
+        raise ConfigError(f"--timeline {path}: give a name that ends with .svg or .html")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"--timeline {path}: the directory {str(path.parent)!r} does not exist: create it, or give another"
+        )
+
+
 def write_timeline(result: SimulationResult, path: Path) -> None:
     """Write the picture to a file, an SVG or a page by its name."""
     drawn = draw_timeline(result)
@@ -67,9 +81,7 @@ def write_timeline(result: SimulationResult, path: Path) -> None:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f"<title>{escape(result.recipe)}</title></head><body>\n{drawn}<pre>{lines}</pre>\n</body></html>\n"
         )
-    elif path.suffix != ".svg":
-        raise ConfigError(f"--timeline {path}: give a name that ends with .svg or .html")
     try:
         publish_file(find_output(path), drawn.encode(), mode=OUTPUT_MODE)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(f"--timeline {path} cannot be written: {error.strerror}") from error

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
+from hpcrl.system.files import find_input
 from hpcrl.system.terminal import print_note
 
 CHARS_PER_TOKEN = 4
@@ -129,7 +130,7 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
     With `skips_invalid` calls with such values are left out.
     """
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with find_input(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             rows = [(number, row) for number, row in enumerate(reader, 2)]

@@ -41,6 +41,13 @@ def find_output(path: Path) -> Path:
     return target
 
 
+def find_input(path: Path) -> Path:
+    """Return a path that a user gives as a file; raise OSError where it is anything else, such as a pipe."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path
+
+
 def replace_file(path: Path, data: bytes | str) -> None:
     """Make `path` appear with `data`, complete or not at all; after a crash of the machine it may be old, or empty.
 

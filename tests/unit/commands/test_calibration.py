@@ -1,5 +1,7 @@
 """`hpcrl calibrate`: coefficients from a CSV file or a campaign, and clear refusals."""
 
+import os
+
 import msgspec
 import pytest
 
@@ -93,6 +95,7 @@ def test_a_model_may_be_given_by_its_config(tmp_path):
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,0.5,4,100,100,8\n", "tp = '0.5': give a whole number"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,64,4,100,100,8\n", "tp = 64 and pp = 1: the model has 32 heads"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,100,1e-9\n", "token_ms = '1e-9': no engine is so fast"),
+        (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16,1,4,100,100,0.4\n", "line 2: token_ms = '0.4': no engine is so fast"),
         (f"{HEADER}\nh100,Qwen/Qwen3-8B,bf16\n", "batch = '': give a number above 0"),
     ],
 )  # fmt: skip
@@ -118,6 +121,13 @@ def test_gpus_and_models_that_are_not_known_are_counted_and_too_few_rows_refused
 def test_a_held_out_type_that_is_not_in_the_file_is_refused(csv_file):
     with pytest.raises(ConfigError, match=r"--hold-out b200: .*has measurements of h100, h200"):
         fit_servers(read_serving_csv(csv_file), held_out=["b200"])
+
+
+@pytest.mark.parametrize("name", ["servers.csv", "servers"])
+def test_a_pipe_is_refused(tmp_path, capsys, name):
+    os.mkfifo(tmp_path / name)
+    assert main(["calibrate", str(tmp_path / name)]) == 2
+    assert f"{name} cannot be read (it is not a regular file)" in capsys.readouterr().err
 
 
 def test_a_file_that_is_missing_is_refused(capsys):
@@ -158,6 +168,29 @@ def test_a_campaign_calibrates_by_its_engines(campaign):
     assert estimate_speed(GPU_CATALOGUE["h20"], shape=SHAPE, fit=report.fit).decode_s(
         8, num_kv=12_000
     ) > speed.decode_s(8, num_kv=12_000)
+
+
+def test_an_engine_that_is_faster_than_its_gpus_can_be_is_left_out(campaign):
+    log = emit_to(campaign, "decode")
+    for num_tokens in (2_000, 2_000_000):
+        log.emit(EngineCounted(window_s=10.0, busy_share=1.0, running=8.0, num_tokens=num_tokens))
+    servers = read_campaign_points(campaign)
+    assert len(servers.points) == 1
+    assert servers.left_out == {"an engine that is faster than its GPUs can be": 1}
+
+
+def test_a_training_step_that_is_faster_than_its_gpus_can_be_is_left_out(make_campaign):
+    host = ("gpu=h100", "gpus_per_node=2", "cores_per_node=16", "mem_gib_per_node=100")
+    gpus = ("resources.train.gpus_per_worker=1", "resources.decode.gpus_per_worker=1")
+    made = make_campaign("trained", *(f"site.partitions.host.{one}" for one in host), *gpus)
+    made.model.mkdir()
+    (made.model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+    log = emit_to(made, "train")
+    for step_s in (30.0, 0.03):
+        log.emit(StepFinished(step=1, length_mean=2400.0, num_tokens=100_000, step_s=step_s))
+    servers = read_campaign_points(made)
+    assert [one.step_s for one in servers.steps] == [30.0]
+    assert servers.left_out == {"a training step that is faster than its GPUs can be": 1}
 
 
 def test_idle_engines_are_left_out(campaign):

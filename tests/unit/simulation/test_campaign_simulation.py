@@ -565,6 +565,8 @@ def test_recorded_episodes_are_cut_where_the_recipe_would_end_them(capsys):
         (["--gpus", "100001"], "--gpus 100001: at most 100000 are simulated"),
         (["--engine-hours", "nan"], "--engine-hours nan: give a number above 0"),
         (["--engine-hours", "0"], "--engine-hours 0: give a number above 0"),
+        (["--traces", ""], "--traces is empty: name a CSV file or a campaign"),
+        (["--timeline", "nowhere/steps.svg"], "--timeline nowhere/steps.svg: the directory 'nowhere' does not exist"),
         (["--traces", "nowhere.csv"], "nowhere.csv cannot be read (No such file or directory): give a CSV file"),
         (["--timeline", "steps.png", "--steps", "2"], "give a name that ends with .svg or .html"),
         (["-s", "engine.backend=sim", "-s", "engine.sim.gpu=x9"], "'x9' is not in the catalogue"),
@@ -573,6 +575,25 @@ def test_recorded_episodes_are_cut_where_the_recipe_would_end_them(capsys):
 def test_what_cannot_be_simulated_is_refused(capsys, words, refusal):
     assert main(["quickstart", "--site", "local", *words]) == 2
     assert refusal in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["calls.csv", "calls"])
+def test_a_pipe_is_refused_as_traces(tmp_path, capsys, name):
+    os.mkfifo(tmp_path / name)
+    assert main(["quickstart", "--site", "local", "--traces", str(tmp_path / name)]) == 2
+    assert f"{name} cannot be read (it is not a regular file): give a CSV file" in capsys.readouterr().err
+
+
+def test_a_timeline_is_refused_before_anything_is_simulated(monkeypatch):
+    monkeypatch.setattr("hpcrl.simulation.campaign.simulate_campaign", None)
+    assert main(["quickstart", "--site", "local", "--timeline", "nowhere/steps.svg"]) == 2
+
+
+def test_more_nodes_than_the_site_allows_are_named():
+    request = load_request("quickstart", site="lab")
+    assert not [note for note in find_sizes(request, num_gpus=6).notes if "allows" in note]
+    notes = find_sizes(request, num_gpus=40).notes
+    assert "partition decode has 13 nodes; site lab allows 2" in notes
 
 
 def test_a_recipe_without_episodes_is_refused(capsys):
