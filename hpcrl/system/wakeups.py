@@ -91,9 +91,10 @@ class WakeSender:
     The directory is looked at ever more rarely while nothing changes: a listener that is new polls until it is seen.
     """
 
-    def __init__(self, directory: Path, *names: str, host: str | None = None) -> None:
-        """Send from `host`, so that the socket is not open on other networks too."""
+    def __init__(self, directory: Path, *names: str, host: str | None = None, is_local: bool = False) -> None:
+        """Send from `host`, so that the socket is not open on other networks too, and only to it if `is_local`."""
         self._names = names
+        self._only_host = host if is_local else None
         self._watch = NameWatch(directory)
         self._seen: frozenset[str] = frozenset()
         self._addresses: list[_ListenerAddress] = []
@@ -120,7 +121,8 @@ class WakeSender:
         seen = self._watch.names()
         if seen is not self._seen:
             self._seen = seen
-            self._addresses = [found for name in sorted(seen) if (found := _parse_address(name, self._names))]
+            found = [_parse_address(name, self._names) for name in sorted(seen)]
+            self._addresses = [one for one in found if one and self._only_host in (None, one.host)]
 
 
 def _parse_address(file_name: str, names: Collection[str]) -> _ListenerAddress | None:

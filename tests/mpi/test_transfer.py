@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from hpcrl.testing.nodes import CourierFleet, fleet, make_content, publish, wait_until
+from hpcrl.system.wakeups import WakeListener
+from hpcrl.testing.nodes import WAIT_S, CourierFleet, fleet, make_content, publish, wait_until
 from hpcrl.weights.layout import TensorLayout
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
@@ -45,6 +46,14 @@ def test_every_node_gets_what_the_trainer_published(four_nodes: CourierFleet) ->
     assert (first["version"], second["version"]) == (1, 2)
     assert (second["bytes"], second["to"]) == (LAYOUT.nbytes, ["n1", "n2", "n3"])
     assert second["wall_s"] > 0
+
+
+def test_a_version_that_has_arrived_wakes_the_engines_of_its_node(four_nodes: CourierFleet) -> None:
+    with closing(WakeListener(four_nodes.job.wakeups, "decode-0", host="127.0.0.1")) as engine:
+        four_nodes.start()
+        publish(four_nodes.trainer(LAYOUT), 1)
+        assert engine.wait(WAIT_S)
+        assert 1 in [four_nodes.newest(node) for node in four_nodes.receivers]
 
 
 def test_weights_that_the_trainer_rounds_are_the_same_bits_on_every_node(four_nodes: CourierFleet) -> None:

@@ -13,6 +13,7 @@ the newest version is sent again.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import signal
@@ -29,9 +30,10 @@ from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
 from hpcrl.config.site import CodecSetting
-from hpcrl.errors import WeightsError
-from hpcrl.system.network import current_node
+from hpcrl.errors import ConfigError, WeightsError
+from hpcrl.system.network import current_node, find_bind_address
 from hpcrl.system.processes import die_with_parent
+from hpcrl.system.wakeups import WakeSender
 from hpcrl.weights.couriers.link import ByteTransport, CourierConnection
 from hpcrl.weights.couriers.part_sender import PartSender
 from hpcrl.weights.couriers.protocol import (
@@ -110,7 +112,9 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
     run, node = settings.here.campaign, settings.here.node
     key = make_window_key(run, node=node, part=node in settings.sources and len(settings.sources) > 1)
     if node not in settings.sources:
-        receiver = VersionReceiver(key, connection, job=settings.here.job, events=events)
+        receiver = VersionReceiver(
+            key, connection, job=settings.here.job, events=events, on_received=_make_sender(settings).wake
+        )
         try:
             receiver.serve()
         except RankLostError:
@@ -129,6 +133,14 @@ def _run_courier(settings: CourierSettings, events: EventLog) -> NoReturn:
         codec=settings.codec,
         contributors=[ranks[node] for node in settings.sources[1:]],
     ).serve()
+
+
+def _make_sender(settings: CourierSettings) -> WakeSender:
+    """Return what wakes the engines of this node."""
+    host = None
+    with contextlib.suppress(OSError, ConfigError):
+        host = find_bind_address(settings.interfaces)
+    return WakeSender(settings.here.job.wakeups, "prefill-", "decode-", host=host, is_local=True)
 
 
 def _join_mpi(settings: CourierSettings) -> tuple[ByteTransport, list[str]]:

@@ -8,6 +8,7 @@ ChunksInFlight                      transfers under way
 DoneCheck                           polls an operation
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,11 @@ LONG_IDLE_INTERVAL_S = 0.02
 """The pause of a courier that has had nothing to do for `LONG_IDLE_AFTER_S`: each look costs CPU time of its node."""
 LONG_IDLE_AFTER_S = 1.0
 NAP_RANGE_S = (1e-5, 3e-4)
+SPIN_S = 0.1
+"""How long a bucket is polled without naps, where polling moves its bytes: over sockets, a few kB with each call.
+
+A bucket takes longer only if its peer is stuck, or the network slower than 160 MB/s, which naps leave too.
+"""
 
 T = TypeVar("T")
 DoneCheck = Callable[[], bool]
@@ -62,6 +68,8 @@ class ByteTransport(Protocol):
     """The interface of transports: no method waits, and a buffer must not change until its operation is done."""
 
     rank: int
+    is_moved_by_polls: bool
+    """True if bytes are moved by polling an operation, and by nothing else."""
 
     def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
         """Send a small message."""
@@ -128,12 +136,20 @@ class CourierConnection:
             self.send_pulse()
             self.watch.check(now=now)
 
-    def wait_until(self, done: DoneCheck) -> None:
-        """Wait until an operation is done; RankStuckError if a peer holds it up."""
+    def wait_until(self, done: DoneCheck, *, spin_s: float = 0.0) -> None:
+        """Wait until an operation is done; RankStuckError if a peer holds it up.
+
+        It is polled without naps for `spin_s`, but another process that wants this core gets it.
+        """
         nap, longest = NAP_RANGE_S
+        spin_end = time.monotonic() + spin_s
         while not done():
-            if time.monotonic() >= self._next_poll:
+            now = time.monotonic()
+            if now >= self._next_poll:
                 self.poll()
+            if now < spin_end:
+                os.sched_yield()
+                continue
             time.sleep(nap)
             nap = min(nap * 1.5, longest)
 
@@ -183,7 +199,7 @@ class CourierConnection:
 
     def _finish_first(self, in_flight: "ChunksInFlight") -> ByteChunk:
         """Wait for the chunk that was posted first, and return it."""
-        self.wait_until(in_flight.chunks[0][1])
+        self.wait_until(in_flight.chunks[0][1], spin_s=SPIN_S if self.transport.is_moved_by_polls else 0.0)
         return in_flight.popleft()
 
     def _finish_send(self, outgoing: "ChunksInFlight", on_moved: Callable[[memoryview], None]) -> None:

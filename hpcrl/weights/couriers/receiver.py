@@ -20,6 +20,7 @@ from hpcrl.campaign_dir.events import FaultReported
 from hpcrl.campaign_dir.paths import JobDir
 from hpcrl.errors import WeightsError
 from hpcrl.system.file_watch import NameWatch
+from hpcrl.system.processes import do_nothing
 from hpcrl.weights.checksum import start_hash
 from hpcrl.weights.couriers import delta_codec
 from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, MessageTag, split_into_chunks
@@ -208,7 +209,17 @@ class VersionReceiver:
     One thread at a time accesses the window: while it prepares a slot, reports contain the last known values.
     """
 
-    def __init__(self, key: WindowKey, connection: CourierConnection, *, job: JobDir, events: EventLog) -> None:
+    def __init__(
+        self,
+        key: WindowKey,
+        connection: CourierConnection,
+        *,
+        job: JobDir,
+        events: EventLog,
+        on_received: Callable[[], object] = do_nothing,
+    ) -> None:
+        """Call `on_received` once a version can be read on this node."""
+        self._on_received = on_received
         self._key, self._connection, self._job, self._events = key, connection, job, events
         self._requests = NameWatch(job.root)
         [self._source] = connection.watch.peers.values()
@@ -241,6 +252,7 @@ class VersionReceiver:
         try:
             connection.run_in_thread(finish)
             self._held_version = announcement.version
+            self._on_received()
         except (RankLostError, NoRoomError):
             raise
         except WeightsError as error:  # the trainer may have overwritten it meanwhile: the sender checks that

@@ -51,6 +51,13 @@ def test_a_listener_of_another_name_is_not_woken(directory, listener):
     assert not listener.wait(0.0)
 
 
+def test_a_local_sender_wakes_only_listeners_at_its_own_address(directory, listener):
+    there = WakeListener(directory, "train-1", host="127.0.0.2")
+    WakeSender(directory, "train-", host="127.0.0.1", is_local=True).wake()
+    assert (listener.wait(LONG_S), there.wait(0.0)) == (True, False)
+    there.close()
+
+
 def test_several_wake_ups_end_one_wait(directory, listener):
     sender = WakeSender(directory, "train-")
     sender.wake()

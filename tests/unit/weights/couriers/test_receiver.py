@@ -25,6 +25,7 @@ class Nowhere:
     """A transport that only records messages."""
 
     rank = 1
+    is_moved_by_polls = True
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -49,11 +50,22 @@ def wire() -> Nowhere:
 
 
 @pytest.fixture
-def receiver(tmp_path: Path, wire: Nowhere) -> VersionReceiver:
+def wakes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def receiver(tmp_path: Path, wire: Nowhere, wakes: list[str]) -> VersionReceiver:
     watch = PeerWatch(peers={0: CourierPeer(rank=0, node="n0", last_received=0.0)}, silence_timeout_s=float("inf"))
     key = WindowKey(campaign=tmp_path / "campaign", node="n1", directory=tmp_path)
     events = EventLog(tmp_path / "courier.jsonl", role="courier")
-    return VersionReceiver(key, CourierConnection(wire, watch=watch), job=JobDir(tmp_path / "000"), events=events)
+    return VersionReceiver(
+        key,
+        CourierConnection(wire, watch=watch),
+        job=JobDir(tmp_path / "000"),
+        events=events,
+        on_received=lambda: wakes.append("engines"),
+    )
 
 
 def announced(version: int, layout: TensorLayout) -> VersionAnnouncement:
@@ -89,7 +101,7 @@ def test_a_node_without_room_for_a_window_is_named(receiver: VersionReceiver) ->
 
 
 def test_a_damaged_version_is_dropped_and_reported_and_the_next_is_received(
-    receiver: VersionReceiver, wire: Nowhere
+    receiver: VersionReceiver, wire: Nowhere, wakes: list[str]
 ) -> None:
     receiver._receive_version(announced(1, SMALL))
     zeros = {"w": xxhash.xxh3_128_hexdigest(bytes(SMALL.nbytes))}
@@ -99,3 +111,4 @@ def test_a_damaged_version_is_dropped_and_reported_and_the_next_is_received(
     ]
     assert (damaged.has, damaged.damaged) == (-1, 1)
     assert taken.has == 2
+    assert wakes == ["engines"]
