@@ -113,6 +113,10 @@ class EndpointReader:
         """The stamp and the content of each file, by its name."""
         self._endpoints = WatchedValue(directory, self._read_new, longest_s=longest_s, clock=clock)
 
+    def expect_change(self) -> None:
+        """Look for a change at the next call."""
+        self._endpoints.expect_change()
+
     def poll(self) -> list[EngineEndpoint]:
         """Return the endpoints announced now, sorted by worker name."""
         return self._endpoints.poll()

@@ -225,6 +225,8 @@ class EnvWorker:
         if await self.wakeups.wait(ROLE_ROUND_INTERVAL_S):
             self.progress.expect_change()
             self.rollouts.expect_change()
+            if not self._is_served():
+                self.router.expect_engine()
         else:
             self.reporter.note_delay(loop_time() - due)
 

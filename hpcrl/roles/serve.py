@@ -296,6 +296,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
             socket=socket,
         )
         endpoints.announce_endpoint(context.campaign.endpoints, endpoint)
+        context.make_sender("env").wake()
         expect_work("generated nothing for the requests that it runs", context.stall_s)
         reporter = LoadReporter(engine, context.events.emit, num_engines=role.num_workers)
         reporting = asyncio.create_task(reporter.report(), name="load of the engine")

@@ -155,6 +155,11 @@ class Router:
             self._refreshed_at = _loop_time()  # others that ask meanwhile need not
             await self.refresh()
 
+    def expect_engine(self) -> None:
+        """Let `refresh_soon` look for announced engines at its next call."""
+        self._endpoints.expect_change()
+        self._refreshed_at = float("-inf")
+
     def versions(self) -> list[int]:
         """Return the versions of the weights that the decode workers serve, as last reported."""
         return [worker.version for kind in self._view.pools.of_role("decode").values() for worker in kind]

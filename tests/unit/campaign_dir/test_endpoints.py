@@ -14,6 +14,7 @@ from hpcrl.campaign_dir.endpoints import (
     withdraw_all,
     withdraw_endpoint,
 )
+from hpcrl.system import file_watch
 from hpcrl.system.file_watch import REREAD_INTERVAL_S
 from tests.support.endpoints import make_endpoint
 
@@ -61,6 +62,18 @@ def test_files_are_not_looked_at_while_their_directory_stays_the_same(tmp_path, 
     assert len(looks) == 2 * 3, "at first, and once later: the change may not have been the last in that moment"
     os.utime(announce_endpoint(tmp_path, msgspec.structs.replace(make_numbered_endpoint(0), url="http://n:9")))
     assert [one.url for one in reader.poll()] == ["http://n:9", "http://n:1", "http://n:2"]
+
+
+def test_an_endpoint_that_is_expected_is_found_at_the_next_poll(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_watch, "PAUSE_SHARE", 0.1)
+    now = [0.0]
+    reader = EndpointReader(tmp_path, job=1, clock=lambda: now[0])
+    for now[0] in (0.0, 0.0, 10.0):
+        assert reader.poll() == []
+    announce_endpoint(tmp_path, make_numbered_endpoint(0))
+    assert reader.poll() == []  # after a long time without a change it looks rarely
+    reader.expect_change()
+    assert reader.poll() == [make_numbered_endpoint(0)]
 
 
 def test_an_endpoint_that_another_replaced_is_read_again(tmp_path):

@@ -359,6 +359,24 @@ def test_a_worker_that_was_restarted_is_connected_again(pool):
     assert urls == ["http://n/000-decode-0", "http://n/other"]
 
 
+def test_an_engine_that_is_expected_is_looked_for_before_its_time(pool):
+    patience = dataclasses.replace(FAST, least_refresh_interval_s=1000.0)
+
+    async def run():
+        router = pool.router(patience=patience)
+        await router.refresh()
+        pool.add("decode")
+        await router.refresh_soon()
+        before = router.versions()
+        router.expect_engine()
+        await router.refresh_soon()
+        return before, router.versions()
+
+    before, after = asyncio.run(run())
+    assert before == []
+    assert len(after) == 1
+
+
 def test_loads_are_those_reported_corrected_by_requests_sent_since(pool):
     pool.add("decode")
 
