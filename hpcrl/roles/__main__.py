@@ -29,6 +29,7 @@ from hpcrl.system.exit_codes import encode_exit_code
 from hpcrl.system.file_watch import PATIENCE_S, is_outage, is_passing, retry_passing
 from hpcrl.system.garbage import pause_collection
 from hpcrl.system.memory import KILLED, KillWatch
+from hpcrl.system.package_names import answer_quickly
 from hpcrl.system.variables import PROGRESS_BARS_VARIABLE, TRAINER_START_VARIABLE
 
 MODULES = {"prefill": "serve", "decode": "serve"}
@@ -50,7 +51,7 @@ def work(campaign: str, job_number: int, role: RoleName, index: int) -> int:
     kills = KillWatch()
     _restart_random_numbers()
     try:
-        with pause_collection():
+        with pause_collection(), answer_quickly():
             worker = importlib.import_module(_name_module(role))
         code: int = worker.run(context) or 0
     except Exception as error:  # noqa: BLE001 - whatever it was, the driver must be able to read it
@@ -72,7 +73,7 @@ def import_role(campaign: str, role: RoleName) -> None:
     os.environ.setdefault(PROGRESS_BARS_VARIABLE, "1")
     judge = recipe.judge.get(role.removeprefix(JUDGE_ROLE_PREFIX)) if role.startswith(JUDGE_ROLE_PREFIX) else None
     engine = judge.engine if judge is not None else recipe.engine if role in MODULES else None
-    with pause_collection(), _keep_single_thread():
+    with pause_collection(), answer_quickly(), _keep_single_thread():
         importlib.import_module(_name_module(role))
         if engine is not None and engine.backend == "embedded":
             importlib.import_module("hpcrl.engines.embedded.engine")

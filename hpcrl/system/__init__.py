@@ -16,6 +16,7 @@ terminal    text that is safe to print
 output_encoding  what the locale can show
 interrupts  Ctrl-C while a process becomes another program
 garbage     the collector while a process starts
+package_names  which installed packages have a module
 byte_locks  locks that end with their processes
 gpu_shifts  the locks of GPUs that several processes use in turns
 wakeups     end waits for files of other processes early
