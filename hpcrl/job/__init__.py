@@ -21,7 +21,7 @@ interchange      the interchange of Parsl, which ends with the driver
 worker_pool      the worker pool of Parsl
 fork_server      the process from which the workers of a pool are forked
 pool_queue       what goes between a pool and its workers, any of which may be killed
-parsl_programs   import no more of Parsl than its programs need
+parsl_programs   import no more of Parsl than is used
 courier_step     start, watch and restart the couriers
 reward_tasks     one task per shard, and the number of reward jobs
 metrics_process  start and restart the metrics process

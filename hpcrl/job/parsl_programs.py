@@ -1,12 +1,15 @@
-"""Parsl's own programs without the parts of Parsl that they do not use, which cost half a second in every process.
+"""Parsl without the parts that hpcrl does not use, which cost half a second in every process.
 
+skip_database     import it as a whole without a database
 load_program      return the code of a program, and let it import modules of Parsl alone
 forget_packages   let later code import Parsl as a whole
 use_steady_time   let no jump of the clock look like a silence of other processes
 """
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec
 from types import CodeType, ModuleType
@@ -15,9 +18,23 @@ PACKAGES = ("parsl", "parsl.executors", "parsl.monitoring")
 """The packages whose `__init__` imports the kernel, all executors and the hub, which only a driver needs."""
 
 
+@contextlib.contextmanager
+def skip_database() -> Iterator[None]:
+    """Let Parsl, which this block imports, meet an ImportError at the database of its monitoring: that is optional."""
+    database = "parsl.monitoring.db_manager"
+    sys.modules.setdefault(database, None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if sys.modules[database] is None:
+            del sys.modules[database]
+
+
 def load_program(name: str) -> CodeType:
     """Return the code of a module of Parsl, to run as the main module of this process and of those that it spawns."""
     for package in PACKAGES:
+        if package in sys.modules:
+            continue
         spec = find_spec(package)
         assert spec is not None
         module = ModuleType(package)

@@ -40,6 +40,7 @@ from hpcrl.slurm.step_script import StepSetup, choose_step_python, read_step_set
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_DRAINED, EXIT_OUT_OF_MEMORY
 from hpcrl.system.file_watch import retry_passing
 from hpcrl.system.files import publish_file
+from hpcrl.system.garbage import pause_collection
 from hpcrl.system.processes import do_nothing, end_groups
 from hpcrl.system.variables import PARTITION_VARIABLE, TRAINER_START_VARIABLE
 from hpcrl.weights.versions import TransportName
@@ -121,7 +122,10 @@ class JobRuntime:
         roles = list(filter(self._plan.has_role, (*PARSL_ROLES, *self._plan.judge_roles)))
         if not roles:  # a recipe that only imitates
             return
-        from hpcrl.job.executors import JobExecutors  # it imports parsl: only here, and late
+        from hpcrl.job.parsl_programs import skip_database
+
+        with skip_database(), pause_collection():  # parsl is imported only here, and late
+            from hpcrl.job.executors import JobExecutors
 
         self._executors = JobExecutors(self._job, address=self._address)
         for role in roles:

@@ -214,12 +214,13 @@ if __name__ == "__main__":
     words = [sys.argv.pop(1) for _ in range(2)]
     # A pool ends by being killed; Python's tracker then removes its lock, and would warn of a leak in the log.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    program = load_program(PROGRAM)
+    exec(program, {"__name__": PROGRAM})  # what it imports: once for this process and the server
     start_fork_server(partial(become_worker, *words))
     use_steady_time()
     # The pool would read the metadata of all installed packages, often from a file system far away, for nothing here.
     importlib.metadata.distributions = list  # type: ignore[assignment]
     threading.Thread(target=end_with_children, name="children", daemon=True).start()
-    program = load_program(PROGRAM)
     use_own_queues()
     name_worker_ends()
     threading.Thread(target=end_silent_workers, name="pulses", daemon=True).start()
