@@ -21,6 +21,7 @@ from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
 from hpcrl.spool.writer import BatchLimits
+from hpcrl.system import file_watch
 from hpcrl.system.files import publish_json
 from hpcrl.testing.memory import MemorySpool, MemorySpoolWriter
 from hpcrl.testing.virtual_time import run_virtual
@@ -86,11 +87,14 @@ class WorkerStage:
         self.spool = MemorySpool()
         self._make_env = make_env
 
+    def announce_engine(self):
+        announce_endpoint(self.campaign.endpoints, make_endpoint(gpu="h100", num_gpus=1))
+
     @contextlib.asynccontextmanager
-    async def open(self):
+    async def open(self, *, is_announced=True):
         """Yield the worker and its engine; drain the worker at the end."""
-        endpoint = make_endpoint(gpu="h100", num_gpus=1)
-        announce_endpoint(self.campaign.endpoints, endpoint)
+        if is_announced:
+            self.announce_engine()
 
         async def open_env(name, domain):
             return self._make_env()
@@ -126,6 +130,26 @@ def test_no_group_starts_while_the_engines_are_too_far_behind(tmp_path):
             await asyncio.sleep(ROUNDS_S)
             before = worker.accounts.groups.ledger.num_started
             await engine.load_version(1)
+            await asyncio.sleep(ROUNDS_S)
+            return before, worker.accounts.groups.ledger.num_started
+
+    before, after = run_virtual(run())
+    assert before == 0
+    assert after > 0
+
+
+def test_a_worker_that_is_woken_finds_the_engine_that_it_waits_for(tmp_path, monkeypatch):
+    """After a long wait it looks rarely."""
+    monkeypatch.setattr(file_watch, "PAUSE_SHARE", 1e9)
+    stage = WorkerStage(tmp_path)
+
+    async def run():
+        async with stage.open(is_announced=False) as (worker, _):
+            await asyncio.sleep(ROUNDS_S)
+            stage.announce_engine()
+            await asyncio.sleep(ROUNDS_S)
+            before = worker.accounts.groups.ledger.num_started
+            worker.wakeups.set()
             await asyncio.sleep(ROUNDS_S)
             return before, worker.accounts.groups.ledger.num_started
 
