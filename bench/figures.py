@@ -4,6 +4,8 @@ import argparse
 import json
 import os
 import platform
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -39,8 +41,10 @@ def main(
 ) -> int:
     """Run a bench from the command line; return 1 if a bar is missed.
 
-    `measure` takes whether this is the long run, and the arguments if the bench has options.
+    `measure` takes whether this is the long run, and the arguments if the bench has options. At SIGTERM it ends as
+    after an error, so that the campaigns and labs that it has started are removed.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--full", action="store_true", help="the long run")

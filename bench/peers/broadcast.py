@@ -14,12 +14,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import mpi4py  # noqa: TID251
 import numpy as np
 import torch
 import torch.distributed
 import xxhash
-from mpi4py import MPI  # noqa: TID251
 from safetensors.torch import load_file, save_file
+
+from hpcrl.weights.couriers.mpi_transport import limit_value_size
+
+mpi4py.rc.initialize = False  # as it needs a limit between MPICH and Slurm
+from mpi4py import MPI  # noqa: E402, TID251
 
 WORLD = MPI.COMM_WORLD
 DEPTH = 2
@@ -80,12 +85,14 @@ def chunked(data: np.ndarray, chunk: int) -> None:
 
 
 def gloo(data: np.ndarray) -> Callable[[], object]:
+    tensor = torch.from_numpy(data)
+    if torch.distributed.is_initialized():
+        return lambda: torch.distributed.broadcast(tensor, 0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = WORLD.bcast(probe.getsockname()[1])
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     torch.distributed.init_process_group("gloo", rank=WORLD.rank, world_size=WORLD.size)
-    tensor = torch.from_numpy(data)
     return lambda: torch.distributed.broadcast(tensor, 0)
 
 
@@ -105,4 +112,7 @@ def through_files(data: np.ndarray) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    with limit_value_size():
+        MPI.Init()
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    MPI.Finalize()

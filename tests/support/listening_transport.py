@@ -9,7 +9,6 @@ class ListeningTransport:
     """Keeps what is sent; nothing is received."""
 
     rank = 1
-    is_moved_by_polls = True
 
     def __init__(self) -> None:
         self.messages: list[tuple[MessageTag, bytes]] = []

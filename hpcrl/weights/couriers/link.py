@@ -36,11 +36,10 @@ LONG_IDLE_INTERVAL_S = 0.02
 """The pause of a courier that has had nothing to do for `LONG_IDLE_AFTER_S`: each look costs CPU time of its node."""
 LONG_IDLE_AFTER_S = 1.0
 NAP_RANGE_S = (1e-5, 3e-4)
-SPIN_S = 0.1
-"""How long a bucket is polled without naps, where polling moves its bytes: over sockets, a few kB with each call.
-
-A bucket takes longer only if its peer is stuck, or the network slower than 160 MB/s, which naps leave too.
-"""
+SPIN_S = 1e-4
+"""How long a bucket is polled without naps after a poll that has moved some of it."""
+MOVED_S = 5e-6
+"""A poll that takes as long has moved bytes: MPI does that nowhere else, and over sockets a few kB with each poll."""
 
 T = TypeVar("T")
 DoneCheck = Callable[[], bool]
@@ -68,8 +67,6 @@ class ByteTransport(Protocol):
     """The interface of transports: no method waits, and a buffer must not change until its operation is done."""
 
     rank: int
-    is_moved_by_polls: bool
-    """True if bytes are moved by polling an operation, and by nothing else."""
 
     def send_message(self, message: bytes, *, to: int, tag: MessageTag) -> DoneCheck:
         """Send a small message."""
@@ -139,19 +136,22 @@ class CourierConnection:
     def wait_until(self, done: DoneCheck, *, spin_s: float = 0.0) -> None:
         """Wait until an operation is done; RankStuckError if a peer holds it up.
 
-        It is polled without naps for `spin_s`, but another process that wants this core gets it.
+        After a poll that has moved bytes it is polled without naps for `spin_s`; other processes may have the core.
         """
         nap, longest = NAP_RANGE_S
-        spin_end = time.monotonic() + spin_s
+        before = last_moved = time.monotonic()
         while not done():
             now = time.monotonic()
+            if now - before >= MOVED_S:
+                last_moved, nap = now, NAP_RANGE_S[0]
             if now >= self._next_poll:
                 self.poll()
-            if now < spin_end:
+            if now - last_moved < spin_s:
                 os.sched_yield()
-                continue
-            time.sleep(nap)
-            nap = min(nap * 1.5, longest)
+            else:
+                time.sleep(nap)
+                nap = min(nap * 1.5, longest)
+            before = time.monotonic()
 
     def rest(self) -> None:
         """Pause until the next look for work; longer if there has been none for a while."""
@@ -199,7 +199,7 @@ class CourierConnection:
 
     def _finish_first(self, in_flight: "ChunksInFlight") -> ByteChunk:
         """Wait for the chunk that was posted first, and return it."""
-        self.wait_until(in_flight.chunks[0][1], spin_s=SPIN_S if self.transport.is_moved_by_polls else 0.0)
+        self.wait_until(in_flight.chunks[0][1], spin_s=SPIN_S)
         return in_flight.popleft()
 
     def _finish_send(self, outgoing: "ChunksInFlight", on_moved: Callable[[memoryview], None]) -> None:

@@ -100,8 +100,6 @@ def join_ranks(node: str, *, num_ranks: int) -> "tuple[MpiTransport, list[str]]"
 class MpiTransport:
     """The transport over MPI; requests are polled, so that MPI never blocks, and uses no core while idle."""
 
-    is_moved_by_polls = True
-
     def __init__(self, comm: MPI.Comm) -> None:
         self.rank = comm.Get_rank()
         self._comm = comm

@@ -100,8 +100,6 @@ class RendezvousStore(dist.Store):  # type: ignore[name-defined,misc]  # torch's
 class TcpTransport:
     """The transport over TCP: messages with a head of fixed size, and buckets directly into the window."""
 
-    is_moved_by_polls = False
-
     def __init__(self, rank: int, *, num_ranks: int) -> None:
         self.rank = rank
         self._peers = [peer for peer in range(num_ranks) if peer != rank]

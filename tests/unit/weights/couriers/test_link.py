@@ -1,10 +1,11 @@
-"""Waiting for buckets: over MPI bytes move only while it is polled."""
+"""Waiting for buckets: over MPI, bytes move only in polls."""
 
 import resource
+import time
 
 import pytest
 
-from hpcrl.weights.couriers.link import ByteChunk, CourierConnection, DoneCheck
+from hpcrl.weights.couriers.link import MOVED_S, ByteChunk, CourierConnection, DoneCheck
 from hpcrl.weights.couriers.protocol import PeerWatch
 from tests.support.listening_transport import ListeningTransport
 
@@ -12,17 +13,26 @@ NUM_POLLS = 500
 
 
 class SlowTransport(ListeningTransport):
-    """Every bucket is received after some polls, each of which moves a part of it."""
+    """Every bucket is received after some polls, each of which takes a while."""
+
+    poll_s = 0.0
 
     def receive(self, chunk: memoryview, *, source: int) -> DoneCheck:
         polls = iter(range(NUM_POLLS))
-        return lambda: next(polls, None) is None
+
+        def move() -> bool:
+            end = time.monotonic() + self.poll_s
+            while time.monotonic() < end:
+                pass
+            return next(polls, None) is None
+
+        return move if self.poll_s else lambda: next(polls, None) is None
 
 
-@pytest.mark.parametrize("is_moved_by_polls", [True, False])
-def test_a_bucket_that_polls_move_is_polled_without_naps(is_moved_by_polls: bool) -> None:
+@pytest.mark.parametrize(("poll_s", "has_naps"), [(10 * MOVED_S, False), (0.0, True)])
+def test_a_bucket_is_polled_without_naps_while_polls_move_bytes(poll_s: float, has_naps: bool) -> None:
     transport = SlowTransport()
-    transport.is_moved_by_polls = is_moved_by_polls
+    transport.poll_s = poll_s
     connection = CourierConnection(transport, watch=PeerWatch(peers={}, silence_timeout_s=10))
     moved: list[int] = []
     before = count_naps()
@@ -30,7 +40,7 @@ def test_a_bucket_that_polls_move_is_polled_without_naps(is_moved_by_polls: bool
     connection.stream([ByteChunk(memoryview(bytearray(8)), source=0)], target=None, on_moved=lambda _: moved.append(1))
 
     assert moved == [1]
-    assert (count_naps() - before < NUM_POLLS / 2) == is_moved_by_polls
+    assert (count_naps() - before > NUM_POLLS / 4) == has_naps
 
 
 def count_naps() -> int:

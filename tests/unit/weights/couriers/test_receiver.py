@@ -25,7 +25,6 @@ class Nowhere:
     """A transport that only records messages."""
 
     rank = 1
-    is_moved_by_polls = True
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
