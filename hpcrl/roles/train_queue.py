@@ -80,9 +80,12 @@ class TrainQueue:
     def choose(self, *, version: int) -> GroupChoice:
         """Choose the trajectories of the next step, if there are enough; `mark_trained` must follow."""
         with self._lock:
-            choice = self._choose_from([*self._waiting, *self._reader.poll()], version=version)
+            available = [*self._waiting, *self._reader.poll()]
+            choice = self._choose_from(available, version=version)
             if choice.chosen and not self._may_publish(version + 1):
                 choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
+            elif choice.chosen and (sealed := self._reader.poll()):  # a hold may have ended with these
+                choice = self._choose_from([*available, *sealed], version=version)
             self._version, self._waiting, self._training = version, choice.rest, choice.chosen
             self._publish_settled()
         return choice

@@ -12,7 +12,7 @@ from hpcrl.config.recipe import SpoolConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.roles.train import TrainingLoop
 from hpcrl.roles.train_queue import TrainQueue
-from hpcrl.rollout.flow_control import HoldWriter
+from hpcrl.rollout.flow_control import HoldWatch, HoldWriter
 from hpcrl.spool import retention
 from hpcrl.spool.listing import announce_changes, count_trajectories, list_segments
 from hpcrl.spool.writer import DiskSpoolWriter, derive_segment
@@ -115,6 +115,19 @@ def test_a_step_waits_while_its_version_would_make_episodes_too_old_and_its_batc
     assert settled(context) == 0
     hold_writer.write(1, now=0.0)
     assert len(queue.choose(version=0).chosen) == GROUP
+
+
+def test_a_step_trains_first_on_what_was_sealed_when_its_hold_ended(context, monkeypatch):
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
+    play(context, 0, version=1)
+
+    def seal_and_end_hold(*_, **__):
+        if count_trajectories(list_segments(context.campaign.spool("scored"))) == GROUP:
+            play(context, 1, version=0)
+        return True
+
+    monkeypatch.setattr(HoldWatch, "may_publish", seal_and_end_hold)
+    assert {one.group for one in queue.choose(version=1).chosen} == {"lake/1"}
 
 
 def test_trajectories_gathered_during_a_step_are_chosen_as_if_read_after_it(context):
