@@ -20,7 +20,7 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.learn.group_choice import GroupChoice, choose_groups
 from hpcrl.learn.rewards import find_overlong
 from hpcrl.roles.context import WorkerContext
-from hpcrl.rollout.flow_control import HoldWatch, SettledCount, SettledWriter
+from hpcrl.rollout.flow_control import HoldWatch, RewardWatch, SettledCount, SettledWriter, should_await_rewards
 from hpcrl.spool.listing import count_trajectories, quarantine_segment
 from hpcrl.spool.reader import DiskSpoolReader
 from hpcrl.spool.record import Trajectory
@@ -55,6 +55,11 @@ class TrainQueue:
         self._training: list[Trajectory] = []
         self._version = 0
         self._holds = HoldWatch()
+        self._rewards = RewardWatch(
+            self._spool_dirs.rollouts,
+            self._spool_dirs.scored,
+            patience_s=max((one.reward_timeout_s for one in context.recipe.domains.values()), default=0.0),
+        )
         self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
         self._refused_version: int | None = None
         self._settled_writer = SettledWriter(context.campaign.settled, on_change=on_settled)
@@ -74,7 +79,7 @@ class TrainQueue:
         )
 
     def expect_change(self) -> None:
-        """Look at the holds with the next choice: another worker has changed something."""
+        """Look at holds and rewards with the next choice: another worker has changed something."""
         self._hold_pace.note_change()
 
     def choose(self, *, version: int) -> GroupChoice:
@@ -82,21 +87,28 @@ class TrainQueue:
         with self._lock:
             available = [*self._waiting, *self._reader.poll()]
             choice = self._choose_from(available, version=version)
-            if choice.chosen and not self._may_publish(version + 1):
+            if choice.chosen and not self._may_train(choice.chosen, version=version):
                 choice = choice._replace(chosen=[], rest=[*choice.chosen, *choice.rest])
-            elif choice.chosen and (sealed := self._reader.poll()):  # a hold may have ended with these
-                choice = self._choose_from([*available, *sealed], version=version)
+            elif choice.chosen and (scored := self._reader.poll()):  # a hold, or a wait, may have ended with these
+                choice = self._choose_from([*available, *scored], version=version)
             self._version, self._waiting, self._training = version, choice.rest, choice.chosen
             self._publish_settled()
         return choice
 
-    def _may_publish(self, version: int) -> bool:
-        """Return whether the holds of the env workers allow a version; one that was refused waits for a moment."""
+    def _may_train(self, chosen: list[Trajectory], *, version: int) -> bool:
+        """Return whether no episodes of env workers, and no rewards, should be awaited first.
+
+        A step that was refused waits for a moment.
+        """
         if version != self._refused_version:
             self._hold_pace.note_change()
         if not self._hold_pace.is_due():
             return False
-        is_allowed = self._holds.may_publish(self._context.campaign.holds(), version=version)
+        campaign, recipe = self._context.campaign, self._context.recipe
+        is_allowed = self._holds.may_publish(campaign.holds(), version=version + 1)
+        if is_allowed:
+            unscored = self._rewards.list_versions(consumed=self._consumed)
+            is_allowed = not should_await_rewards(unscored, chosen, version=version, max_lag=recipe.rollout.max_lag)
         self._refused_version = None if is_allowed else version
         return is_allowed
 

@@ -15,22 +15,30 @@ often as it likes, and a file that is missing (or old, of a killed env worker) h
     StalenessHold, HoldWriter                   an env worker's hold, and how it is written
     allows_version                              whether one env worker's hold lets training continue
     HoldWatch                                   whether the holds of all env workers let training continue
+    RewardWatch                                 the durable groups that have no reward yet
+    find_start_versions                         the versions at which groups started that may be trained on
+    should_await_rewards                        whether a step should wait for rewards of older groups
 
 An episode that is cut for its age is wasted, and if every long one were cut, only short tasks would be trained on.
 Training therefore waits while old episodes end, but only while their worker has others to play: when only old ones
-run there, waiting would cost more than cutting.
+run there, waiting would cost more than cutting. A hold ends when its episodes are durable; the trainer sees by itself
+which of these have no reward yet, and waits for them too.
 """
 
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from hpcrl.errors import SpoolError
 from hpcrl.rollout.groups import GroupOutcome
+from hpcrl.spool.listing import SegmentListing
+from hpcrl.spool.record import TRAINABLE, TrajectoryFacts
+from hpcrl.spool.segment import read_facts
 from hpcrl.system.file_watch import LONG_PAUSE_S, WatchedValue
 from hpcrl.system.files import replace_file
 from hpcrl.system.processes import do_nothing
@@ -230,3 +238,59 @@ class HoldWatch:
             self._seen[path] = hold, since
         is_void = max(time.time() - hold.at, self._clock() - since) > HOLD_TIMEOUT_S
         return is_void or allows_version(hold.limit, version)
+
+
+class RewardWatch:
+    """The durable groups that have no reward yet, as the trainer reads them; each is waited for only so long."""
+
+    def __init__(
+        self, rollouts: Path, scored: Path, *, patience_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._directory = rollouts
+        self._rollouts, self._scored = SegmentListing(rollouts), SegmentListing(scored)
+        self._patience_s = patience_s
+        self._clock = clock
+        self._seen: dict[str, tuple[float, list[int]]] = {}
+        """Segments without a twin: the time at which each was first seen, and the start versions of its groups."""
+
+    def list_versions(self, *, consumed: Container[str]) -> list[int]:
+        """Return the versions at which groups started whose rewards may come soon."""
+        try:
+            names = self._rollouts.name_set() - self._scored.name_set()
+        except OSError:  # a spool that cannot be listed is reported by its reader
+            return []
+        now = self._clock()
+        for name in self._seen.keys() - names:
+            del self._seen[name]
+        for name in names - self._seen.keys():
+            with contextlib.suppress(SpoolError):  # it is damaged, was retired, or is not visible here yet
+                self._seen[name] = now, find_start_versions(read_facts(self._directory / name), consumed=consumed)
+        return [
+            version
+            for seen_at, versions in self._seen.values()
+            if now - seen_at <= self._patience_s
+            for version in versions
+        ]
+
+
+def find_start_versions(members: Iterable[TrajectoryFacts], *, consumed: Container[str] = ()) -> list[int]:
+    """Return the version of the oldest member of each group that may be trained on."""
+    groups: dict[str, list[TrajectoryFacts]] = {}
+    for one in members:
+        groups.setdefault(one.group, []).append(one)
+    return [
+        min(one.start_version for one in group)
+        for group in groups.values()
+        if all(one.status in TRAINABLE and one.id not in consumed for one in group)
+    ]
+
+
+def should_await_rewards(
+    unscored: Collection[int], chosen: Iterable[TrajectoryFacts], *, version: int, max_lag: int
+) -> bool:
+    """Return whether a step should wait for the rewards of groups that started with these versions.
+
+    It should if they would be too old after it, and take the places of younger ones in it.
+    """
+    oldest_useful = version - max_lag
+    return oldest_useful in unscored and any(one.start_version > oldest_useful for one in chosen)

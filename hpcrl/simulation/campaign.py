@@ -187,6 +187,8 @@ class SimulatedCampaign:
     def _seal(self, env_worker: SimulatedEnvWorker, members: list[Trajectory]) -> None:
         def hand_over() -> None:
             self.trainer.waiting[env_worker.name] += len(members)
+            if self.settings.waits_for_old:
+                self.trainer.unscored += members
             self.queue.call_later(self.settings.reward_s, lambda: self.trainer.offer(members))
             self.queue.call_later(0.0, end_hold)  # after the trainer has them, unless it waits for their rewards
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hpcrl.config.recipe import Recipe
 from hpcrl.learn.group_choice import choose_groups
-from hpcrl.rollout.flow_control import allows_version
+from hpcrl.rollout.flow_control import allows_version, find_start_versions, should_await_rewards
 from hpcrl.simulation.clock import EventQueue
 from hpcrl.spool.outcome import is_too_old
 from hpcrl.spool.record import Trajectory
@@ -46,6 +46,8 @@ class SimulatedTrainer:
     version: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
     """Durable trajectories that are not settled, by the env worker that played them."""
+    unscored: list[Trajectory] = field(default_factory=list)
+    """Durable trajectories whose rewards it may wait for."""
     steps: list[SimulatedStep] = field(default_factory=list)
     is_training: bool = False
     is_draining: bool = False
@@ -59,6 +61,8 @@ class SimulatedTrainer:
     def offer(self, trajectories: list[Trajectory]) -> None:
         """Add trajectories that have their reward."""
         self._waiting += trajectories
+        arrived = {one.id for one in trajectories}
+        self.unscored = [one for one in self.unscored if one.id not in arrived]
         max_lag = self.recipe.rollout.max_lag
         if any(is_too_old(one.start_version, newest=self.version, max_lag=max_lag) for one in trajectories):
             self._looked_at = -1
@@ -70,7 +74,7 @@ class SimulatedTrainer:
         self.try_step()
 
     def try_step(self) -> None:
-        """Start a step if there are enough groups, and no env worker asks to wait."""
+        """Start a step if there are enough groups, no env worker asks to wait, and no rewards are awaited."""
         train, rollout = self.recipe.train, self.recipe.rollout
         if self.is_training or self.is_draining:
             return
@@ -91,7 +95,10 @@ class SimulatedTrainer:
             self._waiting = [*choice.chosen, *choice.rest]
             self._settle(choice.stale)
             self.drop(choice.stale)
-        if choice.chosen and is_allowed:
+        awaits_rewards = should_await_rewards(
+            find_start_versions(self.unscored), choice.chosen, version=self.version, max_lag=rollout.max_lag
+        )
+        if choice.chosen and is_allowed and not awaits_rewards:
             self._waiting = choice.rest
             self._start(choice.chosen)
 

@@ -37,13 +37,18 @@ def context(tmp_path, monkeypatch):
     campaign = CampaignDir(tmp_path / "campaign")
     for name in SPOOLS:
         make_private_dir(campaign.spool(name))
-    recipe = make_recipe(f"rollout.group_size={GROUP}", "train.groups_per_step=1")
+    recipe = make_recipe(f"rollout.group_size={GROUP}", "rollout.max_lag=1", "train.groups_per_step=1")
     recipe = msgspec.structs.replace(recipe, spool=SpoolConfig(retire_after_s=0.0))
     return SimpleNamespace(campaign=campaign, job=campaign.job(0), recipe=recipe, events=Events())
 
 
-def play(context, group, *, version=0, num=GROUP, num_tokens=1, rewards=(1.0,) * GROUP):
+def play(context, group, *, rewards=(1.0,) * GROUP, **changed):
     """Play, seal and score a group; return the name of its segment."""
+    return score(context, seal(context, group, **changed), rewards=rewards)
+
+
+def seal(context, group, *, version=0, num=GROUP, num_tokens=1):
+    """Play and seal a group; return the name of its segment."""
     writer = DiskSpoolWriter(context.campaign.spool("rollouts"), producer=f"000-env-{group}")
     for index in range(num):
         writer.append(make_trajectory(f"lake/{group}/{index}", num_tokens, version=version))
@@ -51,7 +56,7 @@ def play(context, group, *, version=0, num=GROUP, num_tokens=1, rewards=(1.0,) *
     (name,) = [
         name for name in list_segments(context.campaign.spool("rollouts")) if name.startswith(f"000-env-{group}-")
     ]
-    return score(context, name, rewards=rewards)
+    return name
 
 
 def score(context, name, *, rewards=(1.0,) * GROUP):
@@ -128,6 +133,35 @@ def test_a_step_trains_first_on_what_was_sealed_when_its_hold_ended(context, mon
 
     monkeypatch.setattr(HoldWatch, "may_publish", seal_and_end_hold)
     assert {one.group for one in queue.choose(version=1).chosen} == {"lake/1"}
+
+
+def test_a_step_waits_for_the_rewards_of_older_groups_that_would_be_too_old_after_it(context):
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
+    play(context, 0, version=1)
+    name = seal(context, 1, version=0)
+    choice = queue.choose(version=1)
+    assert choice.chosen == []
+    assert len(choice.rest) == GROUP
+    score(context, name)
+    queue.expect_change()
+    assert {one.group for one in queue.choose(version=1).chosen} == {"lake/1"}
+
+
+@pytest.mark.parametrize(("scored", "unscored"), [(0, 0), (1, 1), (2, 0)])
+def test_a_step_does_not_wait_for_rewards_where_that_would_save_no_group(context, scored, unscored):
+    queue = TrainQueue(context, consumed=ConsumedTrajectories())
+    play(context, 0, version=scored)
+    seal(context, 1, version=unscored)
+    assert {one.group for one in queue.choose(version=max(1, scored)).chosen} == {"lake/0"}
+
+
+def test_a_step_does_not_wait_for_rewards_of_what_was_trained_on(context):
+    consumed = ConsumedTrajectories()
+    consumed.update(f"lake/1/{index}" for index in range(GROUP))
+    queue = TrainQueue(context, consumed=consumed)
+    play(context, 0, version=1)
+    seal(context, 1, version=0)
+    assert len(queue.choose(version=1).chosen) == GROUP
 
 
 def test_trajectories_gathered_during_a_step_are_chosen_as_if_read_after_it(context):

@@ -1,4 +1,4 @@
-"""Holds by which env workers delay training for old episodes."""
+"""Holds by which env workers delay training for old episodes, and the rewards that training waits for."""
 
 import time
 from pathlib import Path
@@ -12,13 +12,19 @@ from hpcrl.rollout.flow_control import (
     HoldWatch,
     HoldWriter,
     InFlightVersions,
+    RewardWatch,
     SettledCount,
     SettledWriter,
     StalenessHold,
     TrainerProgress,
+    find_start_versions,
+    should_await_rewards,
 )
+from hpcrl.spool.listing import list_segments
+from hpcrl.spool.writer import DiskSpoolWriter, link_segment
 from hpcrl.weights.versions import WeightVersion, announce_version
 from tests.support.clocks import SettableClock
+from tests.support.trajectories import make_trajectory
 
 
 @pytest.fixture
@@ -141,3 +147,71 @@ def test_the_newest_version_is_known_from_its_announcement_or_from_its_weights(t
     )  # of a trainer that restarted: no version is taken back
     poll()
     assert seen == [(0, {}), (2, {}), (3, {"env-0": 16}), (3, {"env-0": 16})]
+
+
+class RewardSpools:
+    """Groups of two that are durable, and a watch of their rewards."""
+
+    def __init__(self, root: Path) -> None:
+        self.rollouts, self.scored, self.clock = root / "rollouts", root / "scored", SettableClock()
+        self.scored.mkdir()
+        self.watch = RewardWatch(self.rollouts, self.scored, patience_s=60.0, clock=self.clock)
+
+    def seal(self, group: int, *, version: int) -> None:
+        writer = DiskSpoolWriter(self.rollouts, producer=f"000-env-{group}")
+        writer.append(*(make_trajectory(f"lake/{group}/{index}", version=version + index) for index in range(2)))
+        writer.flush()
+
+    def list_versions(self) -> list[int]:
+        return sorted(self.watch.list_versions(consumed=()))
+
+
+@pytest.fixture
+def spools(tmp_path: Path) -> RewardSpools:
+    spools = RewardSpools(tmp_path)
+    spools.seal(0, version=3)
+    spools.seal(1, version=4)
+    return spools
+
+
+def test_the_rewards_of_a_group_are_missing_until_its_segment_has_a_scored_twin(spools: RewardSpools) -> None:
+    assert spools.list_versions() == [3, 4]
+    link_segment(spools.rollouts / list_segments(spools.rollouts)[0], spools.scored)
+    assert spools.list_versions() == [4]
+
+
+def test_training_waits_for_a_reward_that_never_comes_no_longer_than_one_may_take(spools: RewardSpools) -> None:
+    assert spools.list_versions() == [3, 4]
+    spools.clock.now = 61.0
+    spools.seal(2, version=5)
+    assert spools.list_versions() == [5]
+
+
+def test_training_does_not_wait_for_the_rewards_of_segments_that_are_damaged_or_gone(spools: RewardSpools) -> None:
+    first, second = (spools.rollouts / name for name in list_segments(spools.rollouts))
+    first.write_bytes(b"damaged")
+    second.unlink()
+    assert spools.list_versions() == []
+
+
+def test_a_group_with_a_member_that_cannot_be_trained_on_has_no_reward_to_wait_for() -> None:
+    failed = make_trajectory("lake/0/0", version=3, status="env-fault")
+    assert find_start_versions([failed, make_trajectory("lake/0/1", version=3), make_trajectory("lake/1/0")]) == [0]
+
+
+@pytest.mark.parametrize(
+    ("unscored", "chosen", "waits"),
+    [
+        ([3], [4], True),
+        ([3], [3, 4], True),
+        ([3], [3, 3], False),
+        ([2], [4], False),
+        ([4], [4], False),
+        ([], [4], False),
+    ],
+)
+def test_training_waits_for_rewards_that_would_come_too_late_while_younger_groups_are_trained_on(
+    unscored: list[int], chosen: list[int], waits: bool
+) -> None:
+    members = [make_trajectory(version=version) for version in chosen]
+    assert should_await_rewards(unscored, members, version=4, max_lag=1) == waits

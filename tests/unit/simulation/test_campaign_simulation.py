@@ -432,6 +432,10 @@ def test_a_hold_ends_when_what_it_is_for_has_become_durable():
     assert worker.hold is None
 
 
+def test_slow_rewards_make_no_episode_too_old():
+    assert simulate("rollout.max_lag=1", reward_s=5.0, num_steps=20).waste == {}
+
+
 def test_a_trainer_drops_what_is_too_old_before_it_has_a_batch():
     campaign, dropped = make_simulation("rollout.max_lag=0"), []
     record_calls(campaign.trainer, "drop", dropped, campaign.queue)
