@@ -17,7 +17,8 @@
 Two workers of every kind of hardware are drawn, the trajectory's home is added, and the turn goes where it costs
 least: the time it takes there by the cost model, which accounts for the part of the prompt already computed there,
 times a price that rises steeply as the worker's places or its KV fill up. A trajectory leaves its home only for
-hardware that serves its turn with much less work, although the whole prompt must be computed again. A remote prefill
+hardware that serves its turn with much less work, although the whole prompt must be computed again. Its first turn
+prefers workers that have the version of the weights which it would wait for elsewhere. A remote prefill
 goes where it finishes first. A domain with affinity for compute is also decoded by prefill workers if these have more
 of it.
 """
@@ -178,6 +179,8 @@ class TurnFacts:
     state: TrajectoryState
     num_held: int
     """The tokens of KV that its trajectory is expected to need."""
+    min_version: int = 0
+    """The version of the weights that it waits for at its engines, for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,8 @@ def _choose_worker(
         candidates = _find_candidates(
             all_workers, turn, role, view, home=home, preferred_kind=preferred_kind, refused=refused
         )
+    if turn.min_version:
+        candidates = _prefer_current(candidates, turn, view) or candidates
     migration_factor = view.rules.migration_factor if role == "prefill" else 1.0  # prompts wait for each other there
     return choose_cheapest(candidates, mismatch_penalty=view.rules.mismatch_penalty, migration_factor=migration_factor)
 
@@ -283,6 +288,15 @@ def _find_candidates(
     at_home = _make_candidate(turn, home, role, is_suited=True, is_home=True)
     migration_factor = view.rules.migration_factor if _count_cached_tokens(turn, home) else 1.0
     return [one for one in candidates if one.is_home or should_migrate(at_home, one, migration_factor=migration_factor)]
+
+
+def _prefer_current(candidates: Sequence[WorkerCandidate], turn: TurnFacts, view: RoutingView) -> list[WorkerCandidate]:
+    """Return the candidates with a free place that have the version which the turn would wait for elsewhere."""
+    return [
+        one
+        for one in candidates
+        if view.workers[one.worker].version >= turn.min_version and one.price < load_price(1.0)
+    ]
 
 
 def _make_candidate(

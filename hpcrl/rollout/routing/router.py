@@ -169,7 +169,8 @@ class Router:
     ) -> RoutingDecision:
         """Decide where a turn would go now."""
         num_new, num_held = self.trajectories.reply_tokens(request), self._expected_kv_tokens(request, state)
-        turn = TurnFacts(strip_held_out(request.domain), len(request.token_ids), num_new, state, num_held)
+        domain, num_prompt = strip_held_out(request.domain), len(request.token_ids)
+        turn = TurnFacts(domain, num_prompt, num_new, state, num_held, min_version=request.min_version)
         if should_release_kv(turn, self._view):
             self.reasons["KV abandoned"] += 1
             self._release_kv(state)

@@ -1,6 +1,7 @@
 """Routing decisions by hardware, places and KV of the workers."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -19,11 +20,11 @@ PLACES = 32
 KV = {gpu: estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE).kv_tokens for gpu in ("h100", "h20")}
 
 
-def worker(gpu, *, role="decode", num_running=0, held=0, holding=0):
+def worker(gpu, *, role="decode", num_running=0, held=0, holding=0, version=0):
     endpoint = make_endpoint(f"000-{role}-{gpu}", gpu=gpu)
     made = EngineState(endpoint, engine=None, speed=estimate_speed(GPU_CATALOGUE[gpu], shape=SHAPE), role=role)
     made.update_load(
-        LoadFigures(version=0, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES),
+        LoadFigures(version=version, num_running=num_running, num_waiting=0, num_generated_tokens=0, num_places=PLACES),
         now=0.0,
     )
     made.mean_reported = 0.0
@@ -56,6 +57,17 @@ def test_while_there_are_places_a_long_prompt_goes_to_compute(num_running):
 def test_a_worker_without_free_places_is_skipped_for_slower_hardware():
     scene = known(worker("h100", num_running=2 * PLACES), worker("h20", num_running=10))
     assert chosen(ask(), scene) == "000-decode-h20"
+
+
+@pytest.mark.parametrize(
+    ("versions", "num_running", "expected"),
+    [((2, 3), 0, "h20"), ((3, 3), 0, "h100"), ((2, 2), 0, "h100"), ((2, 3), PLACES, "h100")],
+)
+def test_a_turn_prefers_engines_with_free_places_that_have_its_version(versions, num_running, expected):
+    first, second = versions
+    scene = known(worker("h100", version=first), worker("h20", version=second, num_running=num_running))
+    turn = replace(ask(8000, num_new=10), min_version=3)
+    assert chosen(turn, scene) == f"000-decode-{expected}"
 
 
 def test_a_new_trajectory_waits_while_all_kv_is_spoken_for():

@@ -38,6 +38,7 @@ class Fake:
     def __init__(self, endpoint):
         self.endpoint = endpoint
         self.mood = "well"
+        self.version = 0
         self.running = 0
         self.is_asleep = False
         self.pieces = []
@@ -78,7 +79,11 @@ class Fake:
         if self.mood == "dead":
             raise EngineError("connection refused")
         return LoadFigures(
-            version=0, num_running=self.running, num_waiting=0, num_generated_tokens=0, is_asleep=self.is_asleep
+            version=self.version,
+            num_running=self.running,
+            num_waiting=0,
+            num_generated_tokens=0,
+            is_asleep=self.is_asleep,
         )
 
 
@@ -135,6 +140,23 @@ def test_a_prefill_worker_whose_gpus_the_trainer_has_is_not_chosen(pool):
     assert pool.engines[asleep].prefilled == []
     assert len(pool.engines[awake].prefilled) == 8
     assert len(pool.engines["000-decode-0"].generated) == 9
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_turn_that_needs_a_version_goes_to_the_workers_that_have_it(pool, role):
+    for each in ("prefill", "decode"):
+        pool.add(each, 0)
+    behind, current = f"000-{role}-0", pool.add(role, 1)
+
+    async def run():
+        pool.connect(next(one for one in pool.endpoints.poll() if one.worker == current)).version = 3
+        async with pool.router(rules=ALWAYS) as router:
+            for number in range(8):
+                await router.generate(msgspec.structs.replace(REQUEST, request_id=f"{number}", min_version=3))
+
+    asyncio.run(run())
+    served = {name: len(engine.prefilled + engine.generated) for name, engine in pool.engines.items()}
+    assert (served[behind], served[current]) == (0, 8)
 
 
 def test_a_turn_does_not_wait_for_a_prefill_worker_that_falls_asleep(pool):
