@@ -34,7 +34,7 @@ from hpcrl.engines.embedded.grammar import GrammarCompiler
 from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpack_kv
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_scored_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
-from hpcrl.engines.version_gate import VersionGate
+from hpcrl.engines.version_gate import VersionGate, make_aborted_completion
 from hpcrl.errors import EngineError, WeightsError
 from hpcrl.models.weight_files import read_stored_tensors
 from hpcrl.weights.stores.store import WeightSource
@@ -113,7 +113,8 @@ class EmbeddedEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            return make_aborted_completion()
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
         await self._request_loop.finish(row, request, prepare=partial(self._prepare_row, row, request))
         return join_chunks([_make_chunk(row, 0, _count_generated(row))])
@@ -128,7 +129,8 @@ class EmbeddedEngine:
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Compute the KV of all tokens but the last, and hold it until it is fetched or expires."""
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.kv is None or row.finish_reason == "aborted":
@@ -149,6 +151,7 @@ class EmbeddedEngine:
         return None if kv is None else await asyncio.to_thread(pack_kv, kv)
 
     async def abort(self, request_id: str) -> None:
+        self._gate.abort(request_id)
         await self._request_loop.abort(request_id)
 
     async def load_figures(self) -> LoadFigures:

@@ -38,7 +38,7 @@ from hpcrl.engines.request_checks import check_asks_for_tokens, check_tokenizer_
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.engines.sim.batch import SimBatch, SimRequest, draw_reply
 from hpcrl.engines.structure import check_structure
-from hpcrl.engines.version_gate import VersionGate
+from hpcrl.engines.version_gate import VersionGate, make_aborted_completion
 from hpcrl.errors import EngineError, EngineRefusedError, WeightsError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed, estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GpuModel
@@ -150,7 +150,8 @@ class SimEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            return make_aborted_completion()
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
         await self._request_loop.finish(row, request, prepare=partial(self._prepare_kv, row, request))
         return join_chunks([self._make_chunk(row, 0, row.num_generated)])
@@ -165,7 +166,8 @@ class SimEngine:
 
     async def prefill(self, request: GenerateRequest) -> KvHandle:
         """Simulate the KV of all tokens but the last, and hold it until it is fetched."""
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         row = self._admit_request(request, max_new_tokens=0)
         await self._request_loop.finish(row, request)
         if row.finish_reason == "aborted":
@@ -180,6 +182,7 @@ class SimEngine:
         return None if kv is None else msgspec.json.encode(kv)
 
     async def abort(self, request_id: str) -> None:
+        self._gate.abort(request_id)
         await self._request_loop.abort(request_id)
 
     async def load_figures(self) -> LoadFigures:

@@ -37,7 +37,7 @@ from hpcrl.engines.base import (
 from hpcrl.engines.http import fetch_kv_file
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_request
 from hpcrl.engines.structure import check_structure, read_token_names, write_grammar
-from hpcrl.engines.version_gate import VersionGate
+from hpcrl.engines.version_gate import VersionGate, make_aborted_completion
 from hpcrl.engines.vllm import kv_connectors, kv_files
 from hpcrl.engines.vllm.protocol import (
     ADAPTERS_MODEL,
@@ -122,7 +122,8 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            return make_aborted_completion()
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = await self._receive_handover(request.kv)
             body = await self._make_body(request, name=name, transfer=transfer)
@@ -165,7 +166,8 @@ class VllmEngine:
             needs_seed=False,
             structure=None,
         )
-        await self._gate.pass_through(request.min_version)
+        if not await self._gate.pass_through(request):
+            raise EngineError(f"prefill of request {request.request_id!r} was aborted")
         with self._track_request(greedy, max_new_tokens=1) as name:
             body = await self._make_body(greedy, name=name, transfer=leave)
             answer = await self.server.post(GENERATE_ROUTE, body)
@@ -192,6 +194,7 @@ class VllmEngine:
         return None if self._launch.kv_dir is None else kv_files.read_shard_name(self._launch.kv_dir, name)
 
     async def abort(self, request_id: str) -> None:
+        self._gate.abort(request_id)
         serving = self._served_requests.get(request_id)
         if serving is not None:
             await self._abort(serving)

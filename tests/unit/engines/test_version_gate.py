@@ -11,6 +11,7 @@ from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.engines.sim.engine import SimEngine, SimSettings
 from hpcrl.engines.version_gate import VersionGate
+from hpcrl.errors import EngineError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.models.tiny import make_tiny_model
@@ -90,12 +91,38 @@ def test_a_turn_that_is_cancelled_while_it_waits_never_reaches_the_engine(engine
     assert asyncio.run(run()) == [3, 3]
 
 
+def test_a_turn_that_is_aborted_while_it_waits_for_a_version_ends(engine: EmbeddedEngine | SimEngine) -> None:
+    async def run() -> tuple[list[int], str, bool]:
+        async with engine:
+            needing, other = (asyncio.create_task(engine.generate(turn(name, min_version=3))) for name in "ab")
+            await asyncio.sleep(0)
+            await engine.abort("a")
+            answer, still_waits = await needing, not other.done()
+            await engine.load_version(3)
+            await other
+            return answer.token_ids, answer.finish_reason, still_waits
+
+    assert asyncio.run(run()) == ([], "aborted", True)
+
+
+def test_a_prompt_that_is_aborted_while_it_waits_for_a_version_ends(engine: EmbeddedEngine | SimEngine) -> None:
+    async def run() -> None:
+        async with engine:
+            needing = asyncio.create_task(engine.prefill(turn("a", min_version=3)))
+            await asyncio.sleep(0)
+            await engine.abort("a")
+            await needing
+
+    with pytest.raises(EngineError, match="prefill of request 'a' was aborted"):
+        asyncio.run(run())
+
+
 def test_a_gate_opens_for_what_is_loaded_and_older_only() -> None:
     async def run() -> list[str]:
         gate, passed = VersionGate(1), []
 
         async def go(version: int) -> None:
-            await gate.pass_through(version)
+            await gate.pass_through(turn(f"v{version}", min_version=version))
             passed.append(f"v{version}")
 
         waiting = [asyncio.create_task(go(version)) for version in (4, 2, 1, 3)]
