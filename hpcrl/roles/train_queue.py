@@ -1,6 +1,7 @@
 """The trainer's queue of trajectories: read them, choose whole groups, settle them and retire their segments.
 
     TrainQueue       the trajectories of "scored" as the trainer sees them
+    find_reward_patience  how long a step waits for the rewards of a segment
     MAX_HOLD_PAUSE_S  the longest time between two looks at the holds of env workers
 
 A trajectory is settled once it neither waits nor is being trained on: it was used, dropped, or was a duplicate. Env
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from hpcrl.campaign_dir.checkpoints import parse_commit_number
 from hpcrl.campaign_dir.events import FaultReported, SegmentsRetired
+from hpcrl.config.recipe import Recipe
 from hpcrl.errors import SpoolError
 from hpcrl.learn.advantage import is_flat_group
 from hpcrl.learn.consumed import ConsumedTrajectories
@@ -58,7 +60,7 @@ class TrainQueue:
         self._rewards = RewardWatch(
             self._spool_dirs.rollouts,
             self._spool_dirs.scored,
-            patience_s=max((one.reward_timeout_s for one in context.recipe.domains.values()), default=0.0),
+            patience_s=find_reward_patience(context.recipe),
         )
         self._hold_pace = PollPace(longest_s=MAX_HOLD_PAUSE_S)
         self._refused_version: int | None = None
@@ -233,3 +235,9 @@ class TrainQueue:
                 self._spool_dirs.rollouts / path.name, f"its scored twin was damaged more than once: {reason}"
             )
             self._context.events.emit(FaultReported(what="spool", detail=detail))
+
+
+def find_reward_patience(recipe: Recipe) -> float:
+    """Return how long a step waits for the rewards of a segment: as long as one may take, if no job stalls by then."""
+    longest_s = max((one.reward_timeout_s for one in recipe.domains.values()), default=0.0)
+    return min(longest_s, recipe.job.stall_timeout_min * 60 / 2)

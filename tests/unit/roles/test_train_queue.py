@@ -11,7 +11,7 @@ from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.config.recipe import SpoolConfig
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.roles.train import TrainingLoop
-from hpcrl.roles.train_queue import TrainQueue
+from hpcrl.roles.train_queue import TrainQueue, find_reward_patience
 from hpcrl.rollout.flow_control import HoldWatch, HoldWriter
 from hpcrl.spool import retention
 from hpcrl.spool.listing import announce_changes, count_trajectories, list_segments
@@ -153,6 +153,12 @@ def test_a_step_does_not_wait_for_rewards_where_that_would_save_no_group(context
     play(context, 0, version=scored)
     seal(context, 1, version=unscored)
     assert {one.group for one in queue.choose(version=max(1, scored)).chosen} == {"lake/0"}
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(40, 40.0), (3600, 300.0)])
+def test_a_step_waits_for_rewards_as_long_as_one_may_take_unless_the_job_would_stall(timeout_s, patience_s):
+    recipe = make_recipe(f"domains.lake.reward_timeout_s={timeout_s}", "job.stall_timeout_min=10")
+    assert find_reward_patience(recipe) == patience_s
 
 
 def test_a_step_does_not_wait_for_rewards_of_what_was_trained_on(context):
