@@ -37,7 +37,7 @@ LONG_IDLE_INTERVAL_S = 0.02
 LONG_IDLE_AFTER_S = 1.0
 NAP_RANGE_S = (1e-5, 3e-4)
 SPIN_S = 1e-4
-"""How long a bucket is polled without naps after a poll that has moved some of it."""
+"""The time for which a bucket is polled without naps after a poll that has moved some of it."""
 MOVED_S = 5e-6
 """A poll that takes as long has moved bytes: MPI does that nowhere else, and over sockets a few kB with each poll."""
 
