@@ -49,9 +49,12 @@ def load_program(name: str) -> CodeType:
 
 
 def forget_packages() -> None:
-    """Let the next import of Parsl, which is that of a user's code, run the `__init__` of its packages."""
-    for package in PACKAGES:
-        sys.modules.pop(package, None)
+    """Let the next import of Parsl, which is that of a user's code, load all of it again.
+
+    A module that was kept would be missing in its new package.
+    """
+    for name in [one for one in sys.modules if one.partition(".")[0] == "parsl"]:
+        del sys.modules[name]
 
 
 def use_steady_time() -> None:

@@ -38,6 +38,8 @@ LONG_IDLE_AFTER_S = 1.0
 NAP_RANGE_S = (1e-5, 3e-4)
 SPIN_S = 1e-4
 """The time for which a bucket is polled without naps after a poll that has moved some of it."""
+MAX_SPIN_S = 0.1
+"""The time after which a bucket is polled with naps in any case: its peer may be stuck, or idle polls slow."""
 MOVED_S = 5e-6
 """A poll that takes as long has moved bytes: MPI does that nowhere else, and over sockets a few kB with each poll."""
 
@@ -140,13 +142,14 @@ class CourierConnection:
         """
         nap, longest = NAP_RANGE_S
         before = last_moved = time.monotonic()
+        spin_end = before + MAX_SPIN_S
         while not done():
             now = time.monotonic()
-            if now - before >= MOVED_S:
+            if spin_s and now - before >= MOVED_S:
                 last_moved, nap = now, NAP_RANGE_S[0]
             if now >= self._next_poll:
                 self.poll()
-            if now - last_moved < spin_s:
+            if now - last_moved < spin_s and now < spin_end:
                 os.sched_yield()
             else:
                 time.sleep(nap)

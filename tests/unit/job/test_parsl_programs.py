@@ -1,4 +1,4 @@
-"""A driver imports Parsl without what it does not use."""
+"""Programs of Parsl, and a driver, import it without what they do not use."""
 
 import subprocess
 import sys
@@ -13,6 +13,20 @@ assert "parsl.monitoring.db_manager" not in sys.modules
 import parsl
 parsl.DataFlowKernel, parsl.HighThroughputExecutor
 """
+
+
+IMPORT_AGAIN = """
+from hpcrl.job.parsl_programs import forget_packages, load_program
+exec(load_program("parsl.executors.high_throughput.process_worker_pool"), {"__name__": "pool"})
+forget_packages()
+import parsl.executors.high_throughput
+import parsl.serialize
+parsl.serialize, parsl.multiprocessing, parsl.executors.high_throughput, parsl.HighThroughputExecutor, parsl.version
+"""
+
+
+def test_code_of_a_user_finds_all_of_parsl_in_a_worker():
+    subprocess.run([sys.executable, "-c", IMPORT_AGAIN], check=True, timeout=60)
 
 
 def test_a_driver_imports_parsl_without_a_database():
