@@ -62,7 +62,7 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     episode_start_s: float = 0.002
     """The time that an env worker takes to start an episode; it starts one after the other."""
     start_s: float = 60.0
-    """The time from the start of a job to its first episode."""
+    """The time from the start of a job to its first episode. All times count from the first episode of the first job."""
     checkpoint_s: float = 20.0
     """The time that a job takes to end, from its last step."""
     stall_s: float | None = None
@@ -258,8 +258,11 @@ class SimulatedCampaign:
     def _start_job(self) -> None:
         self.num_jobs += 1
         job = self.recipe.job
-        self.queue.call_later(max(1.0, job.walltime_min * 60 - job.drain_s), partial(self._drain, self.num_jobs))
-        self.queue.call_later(self.settings.start_s, self._play)
+        start_s = self.settings.start_s
+        spent_s = start_s if self.num_jobs == 1 else 0.0
+        drain_at = max(1.0, job.walltime_min * 60 - job.drain_s - spent_s)
+        self.queue.call_later(drain_at, partial(self._drain, self.num_jobs))
+        self.queue.call_later(start_s - spent_s, self._play)
 
     def _play(self) -> None:
         for engine in self.engines.values():

@@ -51,7 +51,7 @@ def _time_plan(
     result = simulate_campaign(request, sizes, source, short)
     if not result.is_complete:
         raise ConfigError(f"a job of {recipe.job.walltime_min} min is too short for {num_steps} steps")
-    first_s = result.seconds - settings.start_s - sum(result.steps)
+    first_s = result.seconds - sum(result.steps)
     step_s = result.step_s if result.step_s is not None else first_s
     steps_s = first_s + step_s * (recipe.train.num_steps - 1)
     each_job_s = settings.start_s + settings.checkpoint_s

@@ -308,6 +308,12 @@ def test_faults_of_environments_and_engines_slow_a_campaign_down_but_do_not_end_
     assert result.step_s > simulate(num_steps=20).step_s
 
 
+def test_engines_fail_from_the_first_episode_on():
+    result = simulate(faults=FaultSettings(engine_hours=1e-3, repair_s=20.0), num_steps=2)
+    assert result.num_failures > 0
+    assert result.seconds > simulate(num_steps=2).seconds + 10
+
+
 def test_redundant_episodes_are_waste():
     result = simulate("rollout.redundancy=4", "rollout.late_after_s=0")
     assert result.waste["redundant"] > 0.05
