@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MAX_SIMULATED = 100_000
 """GPUs, and steps."""
+MAX_SIGMA = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -137,7 +138,9 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {value}: at most {MAX_SIMULATED} are simulated")
     for name in ("env_s", "env_sigma", "reset_s", "reward_s", "train_s"):
         if (value := getattr(arguments, name)) is not None and not 0 <= value < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number, 0 or more")
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to below 1e+09")
+    if arguments.env_sigma > MAX_SIGMA:
+        raise ConfigError(f"--env-sigma {arguments.env_sigma:g}: give {MAX_SIGMA:g} at most; 1 is a long tail already")
     if arguments.traces is not None and not arguments.traces.strip():
         raise ConfigError("--traces is empty: name a CSV file or a campaign")
     if not 0 <= arguments.env_faults < 1:

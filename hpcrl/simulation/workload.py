@@ -36,6 +36,8 @@ TRACE_COLUMNS: dict[str, tuple[str, ...]] = {
     "reply": ("reply_tokens", "output_chars"),
 }
 _LARGEST = 1e9
+_LATEST = 1e11
+"""Times may count from 1970, in seconds."""
 
 
 class TurnScript(NamedTuple):
@@ -140,6 +142,7 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
         raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not rows:
         raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
+    rows = _drop_repeated(path, rows)
     calls = []
     for number, row in rows:
         try:
@@ -197,6 +200,21 @@ class _RecordedCall(NamedTuple):
     env_s: float | None
 
 
+def _drop_repeated(path: Path, rows: list[tuple[int, dict[str, str]]]) -> list[tuple[int, dict[str, str]]]:
+    """Drop rows that repeat an earlier one in all columns: a session makes one call at a time."""
+    first_lines: dict[str, int] = {}
+    for number, row in rows:
+        first_lines.setdefault(str(row), number)
+    kept = [(number, row) for number, row in rows if first_lines[str(row)] == number]
+    if num_repeated := len(rows) - len(kept):
+        line, row = next((number, row) for number, row in rows if first_lines[str(row)] != number)
+        print_note(
+            f"{path}: {num_repeated} of {len(rows)} rows repeat an earlier one (line {line} is line "
+            f"{first_lines[str(row)]}), and count once"
+        )
+    return kept
+
+
 def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str]:
     found = {key: next((name for name in names if name in given), None) for key, names in TRACE_COLUMNS.items()}
     if twice := [name for name, num in Counter(given).items() if num > 1]:
@@ -210,13 +228,13 @@ def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str]:
 
 
 def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]) -> _RecordedCall:
-    def read(name: str) -> float:
+    def read(name: str, *, largest: float = _LARGEST) -> float:
         try:
             value = float(row[name])
         except (TypeError, ValueError):
             value = -1.0
-        if not 0 <= value < _LARGEST:
-            number = "a number, 0 or more" if value < 0 else f"a number below {_LARGEST:g}"
+        if not 0 <= value < largest:
+            number = "a number, 0 or more" if value < 0 else f"a number below {largest:g}"
             raise ConfigError(f"{path}, line {line}: {name} = {row[name]!r}: give {number}")
         return value
 
@@ -228,7 +246,7 @@ def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]
 
     return _RecordedCall(
         session=f"{row.get('family') or row.get('domain') or ''} {row[names['session']]}",
-        t_s=read(names["t_s"]),
+        t_s=read(names["t_s"], largest=_LATEST),
         num_prompt=read_tokens(names["prompt"]),
         num_reply=read_tokens(names["reply"]),
         env_s=read("env_s") if row.get("env_s") else None,

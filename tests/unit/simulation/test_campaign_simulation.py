@@ -499,6 +499,26 @@ def test_the_episodes_of_a_campaign_make_up_for_those_that_were_cut_off(home):
     assert drawn.count(2) == pytest.approx(300, abs=30)
 
 
+def test_rows_that_repeat_others_count_once(tmp_path, capsys):
+    path = tmp_path / "calls.csv"
+    header, *rows = TRACES.splitlines(keepends=True)
+    path.write_text(TRACES)
+    episodes = read_traces(path)
+    path.write_text("".join([header, *rows, *rows]))
+    assert read_traces(path) == episodes
+    assert "3 of 6 rows repeat an earlier one (line 5 is line 2), and count once" in capsys.readouterr().err
+
+
+def test_times_may_count_from_1970(tmp_path):
+    path = tmp_path / "calls.csv"
+    header, *rows = TRACES.splitlines(keepends=True)
+    shifted = [row.split(",") for row in rows]
+    for row in shifted:
+        row[1] = str(float(row[1]) + 1732900000)
+    path.write_text(header + "".join(map(",".join, shifted)))
+    assert len(read_traces(path)) == 2
+
+
 def test_recorded_calls_become_turns(tmp_path):
     path = tmp_path / "calls.csv"
     path.write_text(TRACES)
@@ -569,8 +589,9 @@ def test_recorded_episodes_are_cut_where_the_recipe_would_end_them(capsys):
     [
         (["--gpus", "0"], "--gpus 0: give a number from 1"),
         (["--steps", "0"], "--steps 0: give a number from 1"),
-        (["--env-s", "-1"], "--env-s -1: give a number, 0 or more"),
-        (["--env-s", "nan"], "--env-s nan: give a number, 0 or more"),
+        (["--env-s", "-1"], "--env-s -1: give a number from 0 to below 1e+09"),
+        (["--env-s", "nan"], "--env-s nan: give a number from 0 to below 1e+09"),
+        (["--env-sigma", "50"], "--env-sigma 50: give 5 at most"),
         (["--env-faults", "1"], "--env-faults 1: give a share"),
         (["--gpus", "100001"], "--gpus 100001: at most 100000 are simulated"),
         (["--engine-hours", "nan"], "--engine-hours nan: give a number above 0"),
