@@ -12,7 +12,6 @@ weights, a cost of each layer with experts), by their errors on both types.
 import argparse
 import os
 import sys
-from functools import partial
 from pathlib import Path
 
 from bench.figures import Figure, main
@@ -27,11 +26,10 @@ NO_PRIOR = RooflineFit(
     expert_layer_s=1e-5, layer_s=1e-4, hop_s=1e-5, read=1.0, kv=1.0, compute=1.0, prefill=1.0, link=1.0
 )
 """What is known without any server; hpcrl's defaults were fitted on H100s, and would be a hint."""
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--points", type=Path, default=os.environ.get("HPCRL_BENCH_POINTS"))
 
 
-def measure(full: bool, *, points: Path | None) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    points: Path | None = arguments.points
     if points is None:
         return []
     servers = read_serving_csv(points).points
@@ -64,6 +62,11 @@ def _error_figure(name: str, points: list[ServingPoint], fit: RooflineFit, *, ba
     return Figure(name=f"{name} ({len(points)}), median error", value=error, unit="share", bar=bar, better="lower")
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--points", type=Path, default=os.environ.get("HPCRL_BENCH_POINTS"), help="published measurements"
+    )
+
+
 if __name__ == "__main__":
-    options, sys.argv[1:] = OPTIONS.parse_known_args()
-    sys.exit(main("costs", partial(measure, points=options.points)))
+    sys.exit(main("costs", measure, add_options=add_options))

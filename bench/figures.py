@@ -45,7 +45,11 @@ def main(
     after an error, so that the campaigns and labs that it has started are removed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench.{name}",
+        description=sys.modules["__main__"].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--full", action="store_true", help="the long run")
     if add_options is not None:

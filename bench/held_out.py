@@ -19,7 +19,6 @@ import random
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
@@ -39,8 +38,6 @@ CANDIDATES = [
     for migration, mismatch in product((1.5, 2.0, 3.0), (1.0, 2.0))
 ]
 """The constants that a half may choose among; the recipe's defaults are one of them."""
-FILES = argparse.ArgumentParser(add_help=False)
-FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +61,11 @@ class HeldOutRun:
         return self.router.makespan_s / self.bound_s
 
 
-def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     num_trajectories, num_splits = (1440, 5) if full else (480, 1)
     figures = []
-    if files.calls:
-        scripts = read_calls(files.calls)
+    if arguments.calls:
+        scripts = read_calls(arguments.calls)
         figures += _summarize("held-out halves", _run_halves(scripts, num_trajectories, num_splits))
     for name in TAILS:
         scripts = repeated(synthetic(tail=name), num_trajectories)
@@ -117,6 +114,11 @@ def _summarize(name: str, runs: Iterable[HeldOutRun]) -> list[Figure]:
     return figures
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"), help="recorded calls, as CSV"
+    )
+
+
 if __name__ == "__main__":
-    files, sys.argv[1:] = FILES.parse_known_args()
-    sys.exit(main("held_out", partial(measure, files=files)))
+    sys.exit(main("held_out", measure, add_options=add_options))

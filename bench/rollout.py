@@ -49,7 +49,12 @@ WHOLE, QUARTER = 32, 8
 less."""
 
 
-def measure(full: bool, *, calls: Path | None, only: str | None) -> list[Figure]:
+SECTIONS = ("latency", "redundancy", "reset", "alpha", "reward", "crowd")
+
+
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    calls: Path | None = arguments.calls
+    only: str | None = arguments.only
     num_steps = 11 if full else 4
     parts: dict[str, Callable[[], list[Figure]]] = {
         "latency": partial(_latency, list(BAR_LATENCY) if full else [1, 5, 10], num_steps=num_steps),
@@ -208,11 +213,12 @@ def _crowd(*, step_s: float) -> list[Figure]:
     ]
 
 
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
-OPTIONS.add_argument("--only", choices=("latency", "redundancy", "reset", "alpha", "reward", "crowd"))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"), help="recorded calls, as CSV"
+    )
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = OPTIONS.parse_known_args()
-    calls = Path(options.calls) if options.calls else None
-    sys.exit(main("rollout", partial(measure, calls=calls, only=options.only)))
+    sys.exit(main("rollout", measure, add_options=add_options))

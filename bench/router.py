@@ -21,7 +21,6 @@ import random
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -49,13 +48,11 @@ ASSIGNED_RULES = RouterConfig(
     affinity={"compute": "compute", "bandwidth": "bandwidth"}, mismatch_penalty=1000.0, fair_domains=False
 )
 """The rules for trajectories whose domain names the hardware they belong to."""
-FILES = argparse.ArgumentParser(add_help=False)
-FILES.add_argument("--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"))
 
 
-def measure(full: bool, *, files: argparse.Namespace) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
     return [
-        *_policy_figures(read_calls(Path(files.calls)) if files.calls else synthetic(), full=full),
+        *_policy_figures(read_calls(Path(arguments.calls)) if arguments.calls else synthetic(), full=full),
         *_hardware_figures(full=full),
         *_decision_figures(),
     ]
@@ -242,6 +239,11 @@ def _decision_us(num_running: int) -> float:
     return median(seconds) * 1e6
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--calls", type=Path, default=os.environ.get("HPCRL_BENCH_CALLS"), help="recorded calls, as CSV"
+    )
+
+
 if __name__ == "__main__":
-    files, sys.argv[1:] = FILES.parse_known_args()
-    sys.exit(main("router", partial(measure, files=files)))
+    sys.exit(main("router", measure, add_options=add_options))

@@ -133,7 +133,10 @@ class RealFigures(NamedTuple):
     """The share of the time in which the engine that decodes had a turn."""
 
 
-def measure(full: bool, *, only: str | None, site: str, recipe: str | None) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    only: str | None = arguments.only
+    site: str = arguments.site
+    recipe: str | None = arguments.recipe
     names = [recipe] if recipe else list(CAMPAIGNS) if full else list(CAMPAIGNS)[:2]
     parts: dict[str, Callable[[], list[Figure]]] = {
         "scale": partial(_measure_scale, num_steps=60 if full else 10),
@@ -267,11 +270,11 @@ def _list_errors(name: str, real: RealFigures, simulated: SimulationResult) -> l
     ]
 
 
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--only", choices=("scale", "campaigns"))
-OPTIONS.add_argument("--site", default="local", choices=("local", "lab"))
-OPTIONS.add_argument("--recipe", choices=list(CAMPAIGNS))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=("scale", "campaigns"), help="one section")
+    parser.add_argument("--site", default="local", choices=("local", "lab"), help="the place of the campaigns")
+    parser.add_argument("--recipe", choices=list(CAMPAIGNS), help="one campaign")
+
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = OPTIONS.parse_known_args()
-    sys.exit(main("simulation", partial(measure, only=options.only, site=options.site, recipe=options.recipe)))
+    sys.exit(main("simulation", measure, add_options=add_options))

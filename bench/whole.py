@@ -27,7 +27,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from bench.campaigns.campaign import ROOT, MeasuredCampaign, open_campaign
@@ -76,8 +75,9 @@ class Setting:
         return [f"engine.backend={self.backend}", *more]
 
 
-def measure(full: bool, *, site: str, backend: str, only: str | None) -> list[Figure]:
-    setting = Setting(site, backend, seconds=20.0 if full else 8.0, num_rounds=3 if full else 1)
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    only: str | None = arguments.only
+    setting = Setting(arguments.site, arguments.backend, seconds=20.0 if full else 8.0, num_rounds=3 if full else 1)
     sections = {"one": _measure_one, "slow": _measure_slow, "essay": _measure_essay, "start": _measure_start}
     figures = []
     for name in [only] if only else SECTIONS:
@@ -298,11 +298,11 @@ def _await_episode(campaign: MeasuredCampaign) -> float:
     return min(facts.created for name in list_segments(spool) for facts in read_segment(spool / name).facts)
 
 
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--site", default="local", choices=("local", "lab"))
-OPTIONS.add_argument("--backend", default="embedded", choices=("embedded", "vllm"))
-OPTIONS.add_argument("--only", choices=SECTIONS)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=SECTIONS, help="one section")
+    parser.add_argument("--site", default="local", choices=("local", "lab"), help="the place of the campaigns")
+    parser.add_argument("--backend", default="embedded", choices=("embedded", "vllm"), help="the engine")
+
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = OPTIONS.parse_known_args()
-    sys.exit(main("whole", partial(measure, site=options.site, backend=options.backend, only=options.only)))
+    sys.exit(main("whole", measure, add_options=add_options))

@@ -70,7 +70,8 @@ BY_STEPS: dict[str, Callable[[int], list[Figure]]] = {
 """The sections that simulate a number of steps."""
 
 
-def measure(full: bool, *, only: str | None) -> list[Figure]:
+def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
+    only: str | None = arguments.only
     parts: dict[str, Callable[[], list[Figure]]] = {
         name: partial(simulate, 12 if full else 6) for name, simulate in BY_STEPS.items()
     }
@@ -78,9 +79,9 @@ def measure(full: bool, *, only: str | None) -> list[Figure]:
     return [figure for name in ([only] if only else parts) for figure in parts[name]()]
 
 
-OPTIONS = argparse.ArgumentParser(add_help=False)
-OPTIONS.add_argument("--only", choices=(*BY_STEPS, "scaling"))
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=(*BY_STEPS, "scaling"), help="one section")
+
 
 if __name__ == "__main__":
-    options, sys.argv[1:] = OPTIONS.parse_known_args()
-    sys.exit(main("papers", partial(measure, only=options.only)))
+    sys.exit(main("papers", measure, add_options=add_options))

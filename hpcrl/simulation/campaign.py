@@ -62,7 +62,7 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     episode_start_s: float = 0.002
     """The time that an env worker takes to start an episode; it starts one after the other."""
     start_s: float = 60.0
-    """The time from the start of a job to its first episode. All times count from the first episode of the first job."""
+    """The time from the start of a job to its first episode; all others count from that of the first job."""
     checkpoint_s: float = 20.0
     """The time that a job takes to end, from its last step."""
     stall_s: float | None = None
