@@ -55,6 +55,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int = 0
     """0: not known, and sums over GPUs are not counted."""
     weight_bytes: float = BYTES_BF16
+    factor_bytes: float | None = None
+    """Bytes of a number in the products with weights; None: as those of a weight."""
     kv_bytes: float = BYTES_BF16
 
     @property
@@ -167,7 +169,9 @@ def estimate_speed(
     assert gpu.memory_tb_per_s is not None
     by = fit or gpu.fit
     bf16_flops = gpu.bf16_tflops * 1e12 * tp
-    flops = bf16_flops * BYTES_BF16 / shape.weight_bytes  # tensor cores: half the bytes, twice as fast
+    flops = (
+        bf16_flops * BYTES_BF16 / (shape.factor_bytes or shape.weight_bytes)
+    )  # tensor cores: half the bytes, twice as fast
     bandwidth = gpu.memory_tb_per_s * 1e12 * tp
     kv_copies = max(1.0, tp / shape.num_kv_heads)  # a head is not divided
     sum_s = by.link * shape.summed_bytes_per_token / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s and tp > 1 else 0.0

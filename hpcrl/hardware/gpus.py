@@ -17,6 +17,7 @@ Architecture = Literal["x86_64", "aarch64"]
 _AMD_NAME = re.compile(r"(?<![a-z])(amd|instinct|radeon|mi\d)", re.IGNORECASE)
 _GRACE_NAME = re.compile(r"(?<![a-z])g[bh]\d", re.IGNORECASE)
 """The names of NVIDIA's GPUs that are on nodes with its ARM CPUs, such as gh200 and gb200."""
+_NAMES_WITHOUT_FP8 = ("v100-", "a100-", "a30", "a40", "mi210", "mi250x-")
 
 
 class RooflineFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,6 +68,11 @@ class GpuModel(msgspec.Struct, frozen=True, kw_only=True):
     def has_bf16(self) -> bool:
         """True unless it is known to compute in float16 in place of bfloat16."""
         return not self.name.startswith("v100-")
+
+    @property
+    def has_fp8(self) -> bool:
+        """True unless it is known to have no products in FP8: it then reads weights in FP8 and computes in bf16."""
+        return not self.name.startswith(_NAMES_WITHOUT_FP8)
 
     @property
     def has_speed(self) -> bool:

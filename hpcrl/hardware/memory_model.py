@@ -3,10 +3,11 @@
 engine_memory_gib       of an engine
 compute_window_bytes    of a node's weight window
 num_env_places          environments that fit into an env worker
-GIB, BYTES_BF16, BYTES_FP32, BYTES_PER_VALUE, MIN_KV_SHARE, ENV_WORKER_GIB    constants
+GIB, BYTES_FP8, BYTES_BF16, BYTES_FP32, BYTES_PER_VALUE, MIN_KV_SHARE, ENV_WORKER_GIB    constants
 """
 
 GIB = 2**30
+BYTES_FP8 = 1
 BYTES_BF16 = 2
 BYTES_FP32 = 4
 BYTES_PER_VALUE = {"float32": BYTES_FP32, "bfloat16": BYTES_BF16, "float16": BYTES_BF16}

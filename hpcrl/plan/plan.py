@@ -78,6 +78,11 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mem_gib_per_node: float = 0.0
     """The memory of its step on a node, if more than its workers': with the window and a checkpoint's snapshot."""
 
+    @property
+    def gpus_per_engine(self) -> int:
+        """The GPUs of an engine, on all its nodes."""
+        return self.gpus_per_worker * self.nodes_per_engine
+
     def list_gpus(self, index: int) -> range:
         """Return the GPUs of a worker, by their numbers on its node."""
         first = self.first_gpu + index % self.workers_per_node * self.gpus_per_worker

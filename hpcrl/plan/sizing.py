@@ -15,12 +15,12 @@ from math import ceil
 
 import msgspec
 
+from hpcrl.config.engine_speed import estimate_engine_speed
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import PlanError
 from hpcrl.hardware.cost_model import (
     TrainingWork,
     WorkerSpeed,
-    estimate_speed,
     estimate_step_s,
     make_model_shape,
 )
@@ -224,7 +224,6 @@ def _estimate_role_speed(recipe: Recipe, role: RoleName, gpus: dict[RoleName, Gp
     gpu, architecture = gpus.get(role), recipe.model.architecture
     if gpu is None or not gpu.has_speed or architecture is None:
         return None
-    num_gpus, engine = max(1, recipe.role_resources(role).gpus_per_worker), recipe.engine
-    num_stages = engine.pipeline_parallel if engine.backend == "vllm" else 1
-    found = estimate_speed(gpu, shape=make_model_shape(architecture), tp=max(1, num_gpus // num_stages), pp=num_stages)
+    num_gpus, shape = recipe.role_resources(role).gpus_per_worker, make_model_shape(architecture)
+    found = estimate_engine_speed(recipe.engine, gpu=gpu, shape=shape, num_gpus=num_gpus)
     return found if found.kv_tokens else None

@@ -292,7 +292,7 @@ async def _announce_and_follow(engine: WorkerEngine, follower: "WeightFollower",
             token=token,
             job=context.job.number,
             gpu=context.choose_gpu(context.recipe.engine),
-            num_gpus=role.gpus_per_worker * role.nodes_per_engine,
+            num_gpus=role.gpus_per_engine,
             socket=socket,
         )
         endpoints.announce_endpoint(context.campaign.endpoints, endpoint)

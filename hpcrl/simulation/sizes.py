@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from hpcrl.campaign.request import CampaignRequest
+from hpcrl.config.engine_speed import estimate_engine_speed
 from hpcrl.config.recipe import Recipe, RoleName, TrainConfig
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape, read_model_shape
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, make_model_shape, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.models.model_config import read_model_config
 from hpcrl.system.files import expand_path
@@ -72,9 +73,7 @@ class CampaignSizes:
 
     def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
         """Return the speed of an engine; ConfigError if the model does not fit into it."""
-        stages = recipe.engine.pipeline_parallel if recipe.engine.backend == "vllm" else 1
-        tp = max(1, role.gpus_each // stages)
-        found = estimate_speed(role.gpu, shape=self.shape, tp=tp, pp=stages)
+        found = estimate_engine_speed(recipe.engine, gpu=role.gpu, shape=self.shape, num_gpus=role.gpus_each)
         if not found.kv_tokens:
             raise ConfigError(
                 f"the model ({self.shape.num_params / 1e9:.1f} billion weights) does not fit into {role.gpus_each} "
@@ -147,7 +146,7 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
         gpu = msgspec.structs.replace(GPU_CATALOGUE[DEFAULT_SIMULATED_GPU], fit=site.speed)
     return RoleSize(
         num_workers=max(1, planned.num_workers // planned.nodes_per_engine),
-        gpus_each=max(1, planned.gpus_per_worker * planned.nodes_per_engine),
+        gpus_each=max(1, planned.gpus_per_engine),
         gpu=gpu,
         component=planned.component,
         gpus_per_node=component.gpus_per_node,

@@ -152,7 +152,7 @@ class VllmLaunch:
     @classmethod
     def from_config(cls, engine: EngineConfig, *, role: RolePlan, model: Path, log: Path, lora_rank: int = 0) -> Self:
         """Return the options of a worker's server by its table in the recipe and the resources of its role."""
-        num_gpus = role.gpus_per_worker * role.nodes_per_engine
+        num_gpus = role.gpus_per_engine
         return cls(
             model=model,
             log=log,

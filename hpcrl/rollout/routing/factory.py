@@ -13,9 +13,10 @@ from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import EnvWorkerId
+from hpcrl.config.engine_speed import estimate_engine_speed
 from hpcrl.config.recipe import Recipe
 from hpcrl.engines.base import InferenceEngine
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, read_model_shape
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
 from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.routing.role_switch import RoleSwitcher
@@ -42,8 +43,9 @@ def make_router(
 
     def endpoint_speed(endpoint: EngineEndpoint) -> WorkerSpeed | None:
         gpu = find_gpu(endpoint.gpu or "")
-        known = gpu is not None and gpu.has_speed and shape is not None
-        return estimate_speed(gpu, shape=shape, tp=max(1, endpoint.num_gpus)) if known else None
+        if gpu is None or not gpu.has_speed or shape is None:
+            return None
+        return estimate_engine_speed(recipe.engine, gpu=gpu, shape=shape, num_gpus=endpoint.num_gpus)
 
     rules, share_s = recipe.router, worker.count / MAX_LOAD_REQUESTS_PER_S
     awaited_s = min(share_s, MAX_AWAITED_REFRESH_S)

@@ -355,6 +355,17 @@ def test_a_model_that_does_not_fit_is_refused():
         type(sizes)(**{**vars(sizes), "shape": large}).find_speed(sizes.decode, request.recipe)
 
 
+def test_weights_of_8_bits_make_engines_faster():
+    settings = ("site.account=x", "engine.backend=vllm")
+    steps = []
+    for quantization in ("none", "fp8"):
+        chosen = (*settings, f"engine.quantization={quantization}")
+        request = load_request("qwen3-8b-math", site="perlmutter", settings=chosen)
+        source = DrawnEpisodes(request.recipe, LatencySettings(), seed=0)
+        steps.append(simulate_campaign(request, find_sizes(request), source, SimulationSettings(num_steps=2)))
+    assert steps[1].seconds < steps[0].seconds
+
+
 # ---- what passes between the roles
 
 

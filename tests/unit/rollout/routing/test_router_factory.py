@@ -75,9 +75,9 @@ def play_turn(tmp_path, config, *settings, engine_after_s=0.0):
     return campaign
 
 
-def routed(tmp_path, config):
+def routed(tmp_path, config, *settings):
     """Return the one decision that the router of a recipe logs for a turn."""
-    campaign = play_turn(tmp_path, config, "router.log_share=1.0")
+    campaign = play_turn(tmp_path, config, "router.log_share=1.0", *settings)
     (decision,) = [event for event in read_events(campaign.events) if event["event"] == "route"]
     return decision
 
@@ -86,6 +86,12 @@ def test_the_router_of_a_recipe_uses_the_model_and_the_gpu(tmp_path):
     decision = routed(tmp_path, CONFIG)
     assert decision["decode"] == "000-decode-0"
     assert 0 < decision["serve_s"] < 1
+
+
+def test_the_router_knows_engines_whose_weights_have_8_bits(tmp_path):
+    fp8 = ("engine.backend=vllm", "engine.quantization=fp8")
+    plain, rounded = routed(tmp_path / "plain", CONFIG), routed(tmp_path / "fp8", CONFIG, *fp8)
+    assert rounded["serve_s"] < 0.7 * plain["serve_s"]
 
 
 def test_a_model_with_other_field_names_is_routed_without_a_cost_model(tmp_path):

@@ -1,0 +1,33 @@
+"""The speed of the engines of a recipe by the cost model: this is the one place that knows their settings. Pure.
+
+estimate_engine_speed  seconds that an engine takes
+divide_engine_gpus     its GPUs within a stage, and its stages
+round_weights          the model as its GPUs hold it
+"""
+
+import msgspec
+
+from hpcrl.config.recipe import EngineConfig
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed
+from hpcrl.hardware.gpus import GpuModel
+from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
+
+
+def estimate_engine_speed(engine: EngineConfig, *, gpu: GpuModel, shape: ModelShape, num_gpus: int) -> WorkerSpeed:
+    """Estimate the speed of an engine with `num_gpus` GPUs on all its nodes; 0 counts as one."""
+    tp, pp = divide_engine_gpus(engine, num_gpus=num_gpus)
+    return estimate_speed(gpu, shape=round_weights(shape, engine, gpu=gpu), tp=tp, pp=pp)
+
+
+def divide_engine_gpus(engine: EngineConfig, *, num_gpus: int) -> tuple[int, int]:
+    """Return the GPUs that share each layer, and the stages."""
+    num_stages = engine.pipeline_parallel
+    return max(1, num_gpus // num_stages), num_stages
+
+
+def round_weights(shape: ModelShape, engine: EngineConfig, *, gpu: GpuModel) -> ModelShape:
+    """Return the shape with the bytes of `engine.quantization`; a GPU without FP8 computes in bfloat16 even then."""
+    if engine.quantization == "none":
+        return shape
+    factor_bytes = BYTES_FP8 if gpu.has_fp8 else BYTES_BF16
+    return msgspec.structs.replace(shape, weight_bytes=BYTES_FP8, factor_bytes=factor_bytes)

@@ -1,0 +1,36 @@
+"""The speed of a recipe's engines by their settings."""
+
+import msgspec
+import pytest
+
+from hpcrl.config.engine_speed import divide_engine_gpus, estimate_engine_speed
+from hpcrl.config.recipe import EngineConfig
+from hpcrl.hardware.cost_model import read_model_shape
+from hpcrl.hardware.gpus import GPU_CATALOGUE
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+
+SHAPE = read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"])
+PLAIN = EngineConfig(backend="vllm")
+FP8 = EngineConfig(backend="vllm", quantization="fp8")
+
+
+def estimate(engine: EngineConfig, gpu: str):
+    return estimate_engine_speed(engine, gpu=GPU_CATALOGUE[gpu], shape=SHAPE, num_gpus=1)
+
+
+@pytest.mark.parametrize("gpu", ["a100-80", "h100"])
+def test_weights_of_8_bits_are_read_in_half_the_time_and_leave_more_room_for_kv(gpu: str) -> None:
+    plain, fp8 = estimate(PLAIN, gpu), estimate(FP8, gpu)
+    assert fp8.base_step_s(1) - fp8.step_s == pytest.approx((plain.base_step_s(1) - plain.step_s) / 2)
+    assert fp8.kv_tokens > plain.kv_tokens
+
+
+def test_only_gpus_that_have_fp8_compute_faster_in_it() -> None:
+    ratios = {gpu: estimate(FP8, gpu).token_s / estimate(PLAIN, gpu).token_s for gpu in ("a100-80", "h100")}
+    assert ratios == {"a100-80": pytest.approx(1.0), "h100": pytest.approx(0.5)}
+
+
+def test_stages_divide_the_gpus_of_an_engine() -> None:
+    staged = msgspec.structs.replace(PLAIN, pipeline_parallel=2)
+    assert divide_engine_gpus(staged, num_gpus=8) == (4, 2)
+    assert divide_engine_gpus(PLAIN, num_gpus=0) == (1, 1)
