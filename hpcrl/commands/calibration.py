@@ -26,6 +26,7 @@ from hpcrl.campaign import directory
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import EngineCounted, EpisodesCounted, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.engine_speed import divide_engine_gpus, round_weights
 from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import suggest_name
@@ -334,8 +335,8 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
         )
     lengths = _measure_lengths(events)
     if lengths is not None:
-        tp = max(1, read_plan(campaign).role("decode").gpus_per_worker)
-        _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, tp=tp, lengths=lengths)
+        num_gpus = read_plan(campaign).role("decode").gpus_per_engine
+        _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, num_gpus=num_gpus, lengths=lengths)
     if gpus["train"] is not None:
         _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe)
     if not found.points and not found.steps:
@@ -403,9 +404,11 @@ def _add_engine_points(
     *,
     gpu: GpuModel,
     recipe: Recipe,
-    tp: int,
+    num_gpus: int,
     lengths: _TurnLengths,
 ) -> None:
+    shape = round_weights(shape, recipe.engine, gpu=gpu)
+    tp, pp = divide_engine_gpus(recipe.engine, num_gpus=num_gpus)
     scale = recipe.engine.sim.speed if recipe.engine.backend == "sim" else 1.0
     for event in events:
         if not isinstance(event, EngineCounted) or event.role == "prefill" or event.role.startswith("judge"):
@@ -417,6 +420,7 @@ def _add_engine_points(
             gpu=gpu,
             shape=shape,
             tp=tp,
+            pp=pp,
             batch=event.running / max(event.busy_share, 0.01),
             num_context=lengths.num_context,
             num_prefilled=lengths.num_fresh,

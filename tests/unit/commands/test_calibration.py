@@ -14,6 +14,8 @@ from hpcrl.errors import CampaignError, ConfigError
 from hpcrl.hardware.cost_model import estimate_speed, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from hpcrl.plan.records import read_plan
+from hpcrl.system.files import publish_json
 from tests.support.printed_json import load_checked
 
 HEADER = "gpu,model,precision,tp,batch,prompt_tokens,reply_tokens,token_ms"
@@ -168,6 +170,33 @@ def test_a_campaign_calibrates_by_its_engines(campaign):
     assert estimate_speed(GPU_CATALOGUE["h20"], shape=SHAPE, fit=report.fit).decode_s(
         8, num_kv=12_000
     ) > speed.decode_s(8, num_kv=12_000)
+
+
+def read_one_point(make_campaign, *settings: str, num_nodes: int = 1):
+    """Return the point of a campaign with vLLM on nodes of 4 GPUs."""
+    host = ("gpu=h100", "gpus_per_node=4", "cores_per_node=32", "mem_gib_per_node=100")
+    engines = ("engine.backend=vllm", "resources.decode.gpus_per_worker=4", "resources.train.gpus_per_worker=0")
+    made = make_campaign("staged", *(f"site.partitions.host.{one}" for one in host), *engines, *settings)
+    plan = read_plan(made)
+    roles = [msgspec.structs.replace(one, nodes_per_engine=num_nodes) for one in plan.roles]
+    publish_json(made.plan, msgspec.to_builtins(msgspec.structs.replace(plan, roles=roles)))
+    made.model.mkdir()
+    (made.model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+    emit_to(made, "env").emit(EpisodesCounted(done=100, turns=400, num_tokens=40_000))
+    emit_to(made, "decode").emit(EngineCounted(window_s=10.0, busy_share=1.0, running=8.0, num_tokens=2_000))
+    (point,) = read_campaign_points(made).points
+    return point
+
+
+def test_an_engine_of_a_campaign_has_its_stages_and_the_gpus_of_all_its_nodes(make_campaign):
+    point = read_one_point(make_campaign, "engine.pipeline_parallel=2", num_nodes=2)
+    assert (point.tp, point.pp) == (4, 2)
+
+
+def test_an_engine_of_a_campaign_has_weights_of_the_bytes_that_the_recipe_asks_for(make_campaign):
+    assert (
+        read_one_point(make_campaign, "engine.quantization=fp8", "engine.pipeline_parallel=2").shape.weight_bytes == 1
+    )
 
 
 def test_an_engine_that_is_faster_than_its_gpus_can_be_is_left_out(campaign):
