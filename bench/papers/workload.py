@@ -202,7 +202,9 @@ def simulate_steps(
 ) -> SimulationResult:
     """Simulate steps; engines pause for `stall_s` for new weights, None: as long as the cost model estimates."""
     request = load_recipe(source.tasks, settings)
-    given = SimulationSettings(num_steps=num_steps, reward_s=REWARD_S, stall_s=stall_s, waits_for_old=waits_for_old)
+    given = SimulationSettings(
+        num_steps=num_steps, reward_s=REWARD_S, stall_s=stall_s, travel_s=0.0, waits_for_old=waits_for_old
+    )
     return simulate_campaign(request, find_sizes(request), source, given)
 
 

@@ -148,6 +148,12 @@ def compute_window_gib(recipe: Recipe) -> float:
     return memory_model.compute_window_bytes(count_published(recipe) or 0, dtype=dtype) / memory_model.GIB
 
 
+def compute_version_bytes(recipe: Recipe) -> float:
+    """Return the bytes of a published version; 0 if the size of the model is not known."""
+    dtype = choose_published_dtype(recipe, recipe.model.config)
+    return float((count_published(recipe) or 0) * memory_model.BYTES_PER_VALUE[dtype])
+
+
 def count_published(recipe: Recipe) -> int | None:
     """Count the values of a version: the model's weights, or its adapters; None if that is not known."""
     shape = recipe.model.architecture

@@ -56,7 +56,9 @@ class SimulationSettings(ConfigTable, frozen=True, kw_only=True):
     handover_s: float = 0.1
     """The time from when full groups are to become durable until the trainer has them, without the reward."""
     load_s: float = 0.1
-    """The time from the end of a step until an engine starts to load its version."""
+    """The time from the end of a step until an engine starts to load its version, without the way there."""
+    travel_s: float | None = None
+    """The time that a version is on its way to the nodes of engines, in place of an estimate."""
     request_s: float = 0.01
     """The time that a request and its answer are on the way between env worker and engine, as measured on the lab."""
     episode_start_s: float = 0.002
@@ -231,13 +233,14 @@ class SimulatedCampaign:
         return sum(self.links.lengths.pop(one.id) for one in chosen)
 
     def _publish(self, version: int) -> None:
-        shape, stall_s = self.sizes.shape, self.settings.stall_s
+        shape, stall_s, travel_s = self.sizes.shape, self.settings.stall_s, self.settings.travel_s
+        delay_s = self.settings.load_s + (self.sizes.estimate_travel_s() if travel_s is None else travel_s)
         bytes_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
         for name, engine in self.engines.items():
             size = self.sizes.roles[parse_role(name)]
             pause_s = bytes_s / size.gpus_each * self._time_scale if stall_s is None else stall_s
             if engine.is_up:
-                self.queue.call_later(self.settings.load_s, partial(self._load, engine, version, pause_s))
+                self.queue.call_later(delay_s, partial(self._load, engine, version, pause_s))
         self._poll_env_workers()
 
     def _load(self, engine: FluidEngine, version: int, pause_s: float) -> None:

@@ -14,10 +14,15 @@ from hpcrl.campaign.request import CampaignRequest
 from hpcrl.config.engine_speed import estimate_engine_speed
 from hpcrl.config.recipe import Recipe, RoleName, TrainConfig
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, make_model_shape, read_model_shape
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, ModelShape, WorkerSpeed, make_model_shape, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
+from hpcrl.hardware.memory_model import GIB
 from hpcrl.models.model_config import read_model_config
+from hpcrl.plan.demand import compute_version_bytes
 from hpcrl.system.files import expand_path
+from hpcrl.weights.couriers.protocol import BUCKET_NBYTES
+
+MIN_NOTED_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,8 @@ class CampaignSizes:
     train: RoleSize
     num_env: int
     num_cpu_nodes: int
+    version_bytes: float
+    """The bytes of the weights that engines are sent."""
     notes: tuple[str, ...] = ()
     """The assumptions where the site or the recipe gives no figure."""
 
@@ -70,6 +77,16 @@ class CampaignSizes:
         for role in self.roles.values():
             num_gpus[role.component, role.gpus_per_node] += role.num_gpus
         return {component: -(-num // each) for (component, each), num in num_gpus.items() if each}
+
+    def estimate_travel_s(self) -> float:
+        """Return the time that a version takes to the last node of engines; 0 where all roles are on one node."""
+        if len({role.component for role in self.roles.values()}) == 1:
+            gpu_nodes = self.count_gpu_nodes()
+            if gpu_nodes.get(self.train.component, self.num_cpu_nodes) == 1:
+                return 0.0
+        engines = [role for name, role in self.roles.items() if name != "train"]
+        num_nodes = sum(-(-role.num_gpus // max(1, role.gpus_per_node)) for role in engines)
+        return (self.version_bytes + (num_nodes - 1) * min(BUCKET_NBYTES, self.version_bytes)) / LINK_BYTES_PER_S
 
     def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
         """Return the speed of an engine; ConfigError if the model does not fit into it."""
@@ -98,13 +115,23 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
         train=train,
         num_env=env.num_workers,
         num_cpu_nodes=sum(component.nodes for component in components if not component.gpus_per_node),
+        version_bytes=compute_version_bytes(request.recipe),
         notes=tuple(dict.fromkeys(notes)),
     )
     if num_gpus is None:
-        return found
+        return replace(found, notes=(*found.notes, *_note_travel(found)))
     unit = _count_replica_gpus(request.recipe.train)
     scaled = _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
-    return replace(scaled, notes=(*scaled.notes, *_note_large_partitions(scaled, request)))
+    return replace(scaled, notes=(*scaled.notes, *_note_large_partitions(scaled, request), *_note_travel(scaled)))
+
+
+def _note_travel(sizes: CampaignSizes) -> list[str]:
+    """Return a line for the time that a version is on its way, if it is worth one."""
+    travel_s = sizes.estimate_travel_s()
+    if travel_s < MIN_NOTED_S:
+        return []
+    rate = f"{LINK_BYTES_PER_S / 1e9:g} GB/s"
+    return [f"a version of {sizes.version_bytes / GIB:.3g} GiB takes {travel_s:.2g} s to the engines, at {rate}"]
 
 
 def _note_large_partitions(sizes: CampaignSizes, request: CampaignRequest) -> list[str]:

@@ -658,3 +658,23 @@ def test_a_timeline_has_a_row_for_each_role_and_escapes_names():
     drawn = draw_timeline(result)
     assert all(f">{name}<" in drawn for name in ("decode", "train", "env", "episodes"))
     assert "<b>" not in drawn
+
+
+def test_weights_take_their_time_to_other_nodes():
+    request = load_request("qwen3-8b-math", site="perlmutter", settings=("site.account=x",))
+    sizes, settings = find_sizes(request), SimulationSettings(num_steps=2)
+    simulation = SimulatedCampaign(request, sizes, DrawnEpisodes(request.recipe, LatencySettings(), seed=0), settings)
+    loads = []
+    record_calls(simulation, "_load", loads, simulation.queue)
+    simulation.run()
+    assert sizes.estimate_travel_s() == pytest.approx(0.66, abs=0.02)
+    assert any(note.startswith("a version of 15.3 GiB takes 0.6") for note in sizes.notes)
+    wait_s = loads[0][0] - simulation.trainer.steps[0].ended_at
+    assert wait_s == pytest.approx(settings.load_s + sizes.estimate_travel_s())
+
+
+def test_weights_on_one_node_and_adapters_arrive_at_once():
+    one_node = find_sizes(load_request("quickstart", site="local"))
+    assert one_node.estimate_travel_s() == 0.0
+    request = load_request("qwen3-8b-math", site="perlmutter", settings=("site.account=x", "train.lora_rank=16"))
+    assert find_sizes(request).estimate_travel_s() < 0.02
