@@ -60,12 +60,16 @@ def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     sizes = find_sizes(request, num_gpus=arguments.gpus)
     if arguments.traces is None:
-        times = f"environments start in {arguments.reset_s:g} s and take {arguments.env_s:g} s for a step, on average"
-        sizes = replace(sizes, notes=(*sizes.notes, f"{times} (--reset-s, --env-s, or recorded ones: --traces)"))
+        sizes = replace(sizes, notes=(*sizes.notes, _note_latencies(arguments)))
     result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), _read_settings(arguments))
     if arguments.timeline is not None:
         write_timeline(result, arguments.timeline)
     return result
+
+
+def _note_latencies(arguments: argparse.Namespace) -> str:
+    times = f"environments start in {arguments.reset_s:g} s and take {arguments.env_s:g} s for a step, on average"
+    return f"{times} (hpcrl simulate: --reset-s, --env-s, or recorded ones: --traces)"
 
 
 def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":
@@ -100,7 +104,8 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} and --suggest: other plans have other sizes, and drawn episodes")
     request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     try:
-        notes = [f"assumed   {note}" for note in find_sizes(request).notes]
+        assumed = [*find_sizes(request).notes, _note_latencies(arguments)]
+        notes = [f"assumed   {note}" for note in assumed]
         with show_wait("other plans are simulated"):
             made, *others = time_plans(request, _read_latencies(arguments), _read_settings(arguments))
         suggestions = choose_frontier(made, others)

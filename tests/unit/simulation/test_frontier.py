@@ -58,6 +58,7 @@ def test_plan_suggest_prints_the_time_and_cost_of_the_campaign() -> None:
     listed = json.loads(run("plan", "quickstart", "--site", "lab", "--suggest", "--json").stdout)
     assert all(one["campaign_hours"] > 0 for one in listed)
     assert run("simulate", "quickstart", "--site", "lab", "--suggest").stdout == done.stdout
+    assert done.stdout.count("assumed   environments start in ") == 1
 
 
 def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:
