@@ -6,6 +6,7 @@ find_python_with    the interpreter that has a module
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -77,13 +78,16 @@ def run_suggestions(arguments: argparse.Namespace) -> int:
     """Simulate other plans with this interpreter, which has numpy, and print them."""
     settings = [word for setting in arguments.settings for word in ("-s", setting)]
     words = [arguments.recipe, "--site", arguments.site, *settings, "--suggest", *(["--json"] * arguments.json)]
-    return _print_process([sys.executable, "-m", "hpcrl.simulation", *words], what="other plans are simulated")
+    return _print_process([sys.executable, "-m", "hpcrl.simulation", *words])
 
 
-def _print_process(words: list[str], *, what: str) -> int:
-    """Run a program, then print what it has printed; return its exit code."""
+def _print_process(words: list[str], *, what: str | None = None) -> int:
+    """Run a program, then print what it has printed; return its exit code.
+
+    `what` is shown meanwhile, unless the program shows its progress itself.
+    """
     with tempfile.TemporaryFile("w+") as printed:  # it would be on the line of the spinner
-        with show_wait(what):
+        with show_wait(what) if what is not None else contextlib.nullcontext():
             code = run_process(words, stdout=printed)
         printed.seek(0)
         sys.stdout.write(printed.read())

@@ -83,6 +83,11 @@ class JobComponent(msgspec.Struct, frozen=True, kw_only=True):
     slurm_flags: list[str] = []
     """All sbatch flags of this component; of the whole allocation where components share one."""
 
+    @property
+    def num_gpus(self) -> int:
+        """The GPUs of all its nodes, which are charged whether roles use them or not."""
+        return self.nodes * self.gpus_per_node
+
 
 class RewardJobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The separate jobs for rewards, of one node each."""

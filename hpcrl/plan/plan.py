@@ -174,8 +174,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_gpus(self) -> int:
-        """Return the GPUs of all nodes, which are charged whether roles use them or not."""
-        return sum(part.nodes * part.gpus_per_node for part in self.components)
+        return sum(part.num_gpus for part in self.components)
 
     @property
     def is_on_one_node(self) -> bool:
@@ -578,7 +577,7 @@ def _warn_idle_gpus(components: list[JobComponent], roles: list[RolePlan]) -> li
 def _compute_cost(recipe: Recipe, site: Site, components: list[JobComponent]) -> JobCost:
     walltime = recipe.job.walltime_min
     nodes = sum(component.nodes for component in components)
-    gpus = sum(component.nodes * component.gpus_per_node for component in components)
+    gpus = sum(component.num_gpus for component in components)
     return JobCost(
         walltime_min=walltime,
         node_hours=cost_model.compute_hours(nodes, walltime_min=walltime),

@@ -10,6 +10,7 @@ PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 
@@ -143,7 +144,17 @@ def show_suggestions(suggestions: Sequence[PlanSuggestion], made: PlanSuggestion
     if not suggestions:
         why = "no other size that was tried, and that the site can hold, is faster or cheaper"
         return [line, why if made.campaign_hours is not None else f"site {site} can hold none of the other sizes"]
-    return [line, *(f"or        {suggestion.describe()}" for suggestion in suggestions)]
+    return [line, *(f"or        {one.describe()}{_describe_savings(one, made)}" for one in suggestions)]
+
+
+def _describe_savings(suggestion: PlanSuggestion, made: PlanSuggestion) -> str:
+    """Return what a suggestion saves that is as fast and as cheap as the plan that was made; "" for any other."""
+    if not suggestion.is_as_good_as(made):
+        return ""
+    pairs = zip(("time", "node-hours"), suggestion.list_costs(), made.list_costs(), strict=False)
+    shares = [(what, 1 - mine / planned) for what, mine, planned in pairs if planned]
+    saved = [f"{share:.0%} of the {what}" for what, share in shares if share >= 0.005]
+    return f": saves {' and '.join(saved)} of the plan above" if saved else ""
 
 
 def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
@@ -183,8 +194,8 @@ def _measure_plan(plan: Plan, settings: list[str]) -> PlanSuggestion:
     return PlanSuggestion(
         settings=settings,
         layout=plan.layout,
-        nodes=sum(component.nodes for component in plan.components),
-        gpus=sum(component.nodes * component.gpus_per_node for component in plan.components),
+        nodes=plan.num_nodes,
+        gpus=plan.num_gpus,
         node_hours=plan.cost.node_hours,
         gpu_hours=plan.cost.gpu_hours,
         num_engines=sum(role.num_workers for role in plan.roles if role.role in ("prefill", "decode")),
@@ -208,7 +219,11 @@ def suggest_fitting(recipe: Recipe, site: Site, *, refusal: str) -> list[PlanSug
         if len(found) == MAX_SUGGESTIONS:
             break
     if not found:
-        raise PlanError(f"{refusal}. Nothing else that was tried fits{_describe_reason(refusals, site, refusal)}")
+        num_ranks, reason = _find_reason(refusals, site)
+        _refuse_misfit(recipe, site, reason=reason or refusal)
+        is_new = reason and not refusal.startswith(reason)
+        detail = f": with -s {NUM_RANKS}={num_ranks}, {reason}" if is_new else ""
+        raise PlanError(f"{refusal}. Nothing else that was tried fits{detail}")
     first = found[0]
     more = [*found[1:], *(_add_settings(first, one) for one in list_plans(first.recipe, site, first.plan)[1:])]
     sizes = {one.suggestion.size: one.suggestion for one in reversed(more)}
@@ -252,12 +267,30 @@ def _add_settings(first: PlannedRecipe, other: PlannedRecipe) -> PlannedRecipe:
     return other._replace(suggestion=msgspec.structs.replace(other.suggestion, settings=settings))
 
 
-def _describe_reason(refusals: Mapping[int, str], site: Site, refusal: str) -> str:
-    """Return what a trainer on the GPUs of a node lacks: more ranks need more nodes, and fewer more memory each."""
+def _find_reason(refusals: Mapping[int, str], site: Site) -> tuple[int, str]:
+    """Return what a trainer on the GPUs of a node lacks: more ranks need more nodes, and fewer more memory each.
+
+    The number of its ranks comes first.
+    """
     most_gpus = max(partition.gpus_per_node for partition in site.partitions.values())
     num_ranks = max((number for number in refusals if number <= most_gpus), default=min(refusals, default=0))
-    reason = refusals.get(num_ranks, "").partition(". ")[0]
-    return "" if not reason or refusal.startswith(reason) else f": with -s {NUM_RANKS}={num_ranks}, {reason}"
+    return num_ranks, refusals.get(num_ranks, "").partition(". ")[0]
+
+
+def _refuse_misfit(recipe: Recipe, site: Site, *, reason: str) -> None:
+    """Raise PlanError if only more ranks would give the trainer enough memory, which the site cannot hold."""
+    advised = re.search(rf": set {re.escape(NUM_RANKS)} = (\d+)$", reason)
+    if advised is None:
+        return
+    try:
+        _plan_changed(recipe, site, {NUM_RANKS: int(advised[1])})
+    except PlanError as error:
+        shortage, _, advice = str(error).partition(": ")[2].partition(". ")
+        if advice:
+            raise PlanError(
+                f"recipe {recipe.name!r} does not fit on site {site.name!r}: for its memory the trainer needs "
+                f"{NUM_RANKS} = {advised[1]} at least, but {shortage}. Choose another site or a smaller model"
+            ) from error
 
 
 def advise_fewer_ranks(recipe: Recipe, site: Site) -> str:

@@ -97,7 +97,7 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
     from hpcrl.plan.suggestions import choose_frontier, show_suggestions, suggest_plans
     from hpcrl.simulation.frontier import time_plans
     from hpcrl.simulation.sizes import find_sizes
-    from hpcrl.system.terminal import print_json, print_line, print_note, show_wait
+    from hpcrl.system.terminal import print_json, print_line, print_note
 
     for name in ("gpus", "traces", "timeline"):
         if getattr(arguments, name) is not None:
@@ -106,8 +106,7 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
     try:
         assumed = [*find_sizes(request).notes, _note_latencies(arguments)]
         notes = [f"assumed   {note}" for note in assumed]
-        with show_wait("other plans are simulated"):
-            made, *others = time_plans(request, _read_latencies(arguments), _read_settings(arguments))
+        made, *others = time_plans(request, _read_latencies(arguments), _read_settings(arguments))
         suggestions = choose_frontier(made, others)
     except ConfigError as error:
         print_note(f"other plans are listed without the campaign's time and cost: {error}")

@@ -363,7 +363,7 @@ def _make_result(campaign: SimulatedCampaign) -> SimulationResult:
     lags = sum((step.lags for step in steps), Counter[int]())
     wasted = {reason: num for reason, num in sorted(links.fates.items()) if num}
     generated = campaign.num_trained_tokens + sum(wasted.values())
-    num_gpus = sizes.num_gpus
+    num_gpus = sizes.num_charged_gpus
     return SimulationResult(
         recipe=campaign.recipe.name,
         site=campaign.request.site.name,

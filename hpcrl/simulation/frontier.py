@@ -15,6 +15,7 @@ from hpcrl.plan.suggestions import PlannedRecipe, PlanSuggestion, list_plans
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
+from hpcrl.system.terminal import track_progress
 
 MIN_STEPS, MAX_STEPS = 8, 24
 """The numbers of simulated steps, whose mean time is that of all. With 24 it was within 10 % for four recipes."""
@@ -30,13 +31,14 @@ def time_plans(
 
     Raise ConfigError if the plan itself cannot be simulated.
     """
-    made, *others = list_plans(request.recipe, request.site, request.plan)
-    found = [_time_plan(made, request, latencies, settings)]
-    for other in others:
+    plans = list_plans(request.recipe, request.site, request.plan)
+    found: list[PlanSuggestion] = []
+    for planned in track_progress(plans, "plans are simulated"):
         try:
-            found.append(_time_plan(other, request, latencies, settings))
+            found.append(_time_plan(planned, request, latencies, settings))
         except ConfigError:  # its engines do not hold the model, or its jobs are too short for a step
-            continue
+            if not found:
+                raise
     return found
 
 

@@ -29,6 +29,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     site: str
     seed: int
     num_gpus: int
+    """The GPUs of all nodes of a job, which are charged whether workers use them or not."""
     num_nodes: int
     workers: dict[str, int]
     """The number by role; for the trainer, its ranks."""

@@ -18,6 +18,7 @@ from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, ModelShape, WorkerSpeed,
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.models.model_config import read_model_config
+from hpcrl.plan.components import JobComponent
 from hpcrl.plan.demand import compute_version_bytes
 from hpcrl.system.files import expand_path
 from hpcrl.weights.couriers.protocol import BUCKET_NBYTES
@@ -34,7 +35,6 @@ class RoleSize:
     gpu: GpuModel
     """The type whose figures are used."""
     component: int
-    gpus_per_node: int
 
     @property
     def num_gpus(self) -> int:
@@ -50,7 +50,8 @@ class CampaignSizes:
     prefill: RoleSize | None
     train: RoleSize
     num_env: int
-    num_cpu_nodes: int
+    components: tuple[JobComponent, ...]
+    """All nodes of a job, also those of env workers and judges."""
     version_bytes: float
     """The bytes of the weights that engines are sent."""
     notes: tuple[str, ...] = ()
@@ -64,28 +65,33 @@ class CampaignSizes:
 
     @property
     def num_gpus(self) -> int:
-        return sum(role.num_gpus for role in self.roles.values())
+        """The GPUs of the workers."""
+        return sum(self.count_gpus().values())
 
     @property
     def num_nodes(self) -> int:
-        """The nodes with GPUs, which roles of one component share, and those without."""
-        return self.num_cpu_nodes + sum(self.count_gpu_nodes().values())
+        return sum(component.nodes for component in self.components)
 
-    def count_gpu_nodes(self) -> dict[int, int]:
-        """Return the nodes with GPUs by component."""
-        num_gpus: Counter[tuple[int, int]] = Counter()
+    @property
+    def num_charged_gpus(self) -> int:
+        """The GPUs of all nodes; on nodes without any, those that workers are simulated with."""
+        num_gpus = self.count_gpus()
+        return sum(component.num_gpus or num_gpus[component.index] for component in self.components)
+
+    def count_gpus(self) -> Counter[int]:
+        """Count the GPUs of the workers by component."""
+        num_gpus: Counter[int] = Counter()
         for role in self.roles.values():
-            num_gpus[role.component, role.gpus_per_node] += role.num_gpus
-        return {component: -(-num // each) for (component, each), num in num_gpus.items() if each}
+            num_gpus[role.component] += role.num_gpus
+        return num_gpus
 
     def estimate_travel_s(self) -> float:
         """Return the time that a version takes to the last node of engines; 0 where all roles are on one node."""
-        if len({role.component for role in self.roles.values()}) == 1:
-            gpu_nodes = self.count_gpu_nodes()
-            if gpu_nodes.get(self.train.component, self.num_cpu_nodes) == 1:
-                return 0.0
+        components = {component.index: component for component in self.components}
+        if len({role.component for role in self.roles.values()}) == 1 and components[self.train.component].nodes == 1:
+            return 0.0
         engines = [role for name, role in self.roles.items() if name != "train"]
-        num_nodes = sum(-(-role.num_gpus // max(1, role.gpus_per_node)) for role in engines)
+        num_nodes = sum(-(-role.num_gpus // max(1, components[role.component].gpus_per_node)) for role in engines)
         return (self.version_bytes + (num_nodes - 1) * min(BUCKET_NBYTES, self.version_bytes)) / LINK_BYTES_PER_S
 
     def find_speed(self, role: RoleSize, recipe: Recipe) -> WorkerSpeed:
@@ -106,15 +112,13 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
     decode, train = roles["decode"], roles["train"]
     if decode is None or train is None:
         raise ConfigError(f"recipe {request.shown_recipe!r} plays no episodes: there is nothing to simulate")
-    env = request.plan.role("env")
-    components = [request.plan.components[index] for index in sorted({role.component for role in request.plan.roles})]
     found = CampaignSizes(
         shape=_find_shape(request.recipe),
         decode=decode,
         prefill=roles["prefill"],
         train=train,
-        num_env=env.num_workers,
-        num_cpu_nodes=sum(component.nodes for component in components if not component.gpus_per_node),
+        num_env=request.plan.role("env").num_workers,
+        components=tuple(request.plan.components),
         version_bytes=compute_version_bytes(request.recipe),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -137,8 +141,8 @@ def _note_travel(sizes: CampaignSizes) -> list[str]:
 def _note_large_partitions(sizes: CampaignSizes, request: CampaignRequest) -> list[str]:
     """Return a line for each partition that has fewer nodes than are simulated, which no plan could use."""
     num_nodes: Counter[str] = Counter()
-    for component, num in sizes.count_gpu_nodes().items():
-        num_nodes[request.plan.components[component].partition] += num
+    for component in sizes.components:
+        num_nodes[component.partition] += component.nodes
     return [
         f"partition {label} has {num} nodes; site {request.site.name} allows {request.site.partitions[label].max_nodes}"
         for label, num in num_nodes.items()
@@ -176,7 +180,6 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
         gpus_each=max(1, planned.gpus_per_engine),
         gpu=gpu,
         component=planned.component,
-        gpus_per_node=component.gpus_per_node,
     )
 
 
@@ -213,10 +216,17 @@ def _scale(sizes: CampaignSizes, num_gpus: int) -> CampaignSizes:
         else:
             decode = replace(decode, num_workers=decode.num_workers - 1)
         left = num_gpus - decode.num_gpus - (prefill.num_gpus if prefill else 0)
-    return replace(
-        sizes,
-        decode=decode,
-        prefill=prefill,
-        train=replace(sizes.train, num_workers=left // sizes.train.gpus_each),
-        num_cpu_nodes=max(sizes.num_cpu_nodes > 0, round(sizes.num_cpu_nodes * factor)),
-    )
+    train = replace(sizes.train, num_workers=left // sizes.train.gpus_each)
+    scaled = replace(sizes, decode=decode, prefill=prefill, train=train)
+    return replace(scaled, components=_scale_nodes(scaled, factor))
+
+
+def _scale_nodes(sizes: CampaignSizes, factor: float) -> tuple[JobComponent, ...]:
+    """Return the components with nodes for the GPUs of their workers; those without are scaled by the factor."""
+    num_gpus, found = sizes.count_gpus(), []
+    for component in sizes.components:
+        nodes = max(1, round(component.nodes * factor))
+        if component.gpus_per_node and num_gpus[component.index]:
+            nodes = -(-num_gpus[component.index] // component.gpus_per_node)
+        found.append(msgspec.structs.replace(component, nodes=nodes))
+    return tuple(found)

@@ -127,6 +127,23 @@ def test_the_time_and_cost_of_a_campaign_are_shown_where_they_are_known() -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("hours", "node_hours", "savings"),
+    [
+        (9.9, 85.0, ": saves 1% of the time and 15% of the node-hours of the plan above"),
+        (10.0, 85.0, ": saves 15% of the node-hours of the plan above"),
+        (5.0, 101.0, ""),
+        (11.0, 50.0, ""),
+    ],
+)
+def test_the_savings_of_a_suggestion_that_is_better_than_the_plan_are_shown(
+    hours: float, node_hours: float, savings: str
+) -> None:
+    suggestion = timed("a=1", hours, node_hours)
+    line = show_suggestions([suggestion], timed("made", 10.0, 100.0), site="x")[1]
+    assert line == f"or        {suggestion.describe()}{savings}"
+
+
 @pytest.mark.parametrize("site", ["workstation", find_described("one-node")])
 def test_a_refusal_names_the_largest_number_of_ranks_that_fits(home: Path, site: str) -> None:
     settings = tuple(f"site.partitions.host.{one}" for one in OF_EIGHT_GPUS if site == "workstation")
@@ -178,12 +195,26 @@ def test_too_few_ranks_of_the_trainer_are_suggested_as_more() -> None:
 @pytest.mark.parametrize(
     ("site", "reason"),
     [
-        ("workstation", "with -s resources.train.num_workers=4, a train worker needs 36 GiB .* has 22 GiB"),
-        ("generic-slurm", "with -s resources.train.num_workers=4, a train worker needs 36 GiB .* has 14 GiB"),
+        ("workstation", "resources.train.num_workers = 8 at least, but host allows 1 nodes, and 8 workers need 2"),
+        ("generic-slurm", "resources.train.num_workers = 16 at least, but gpu allows 4 nodes, and 16 workers need 4 "),
     ],
 )
-def test_a_recipe_for_which_nothing_fits_is_refused_with_what_a_smaller_trainer_lacks(site: str, reason: str) -> None:
-    recipe, place = make_recipe(name="qwen3-8b-math"), make_site(site)
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_a_trainer_with_too_little_memory_on_all_nodes_of_a_site_is_refused(
+    site: str, reason: str, num_ranks: int
+) -> None:
+    recipe, place = make_recipe(f"{suggestions.NUM_RANKS}={num_ranks}", name="qwen3-8b-math"), make_site(site)
+    with pytest.raises(PlanError) as refused:
+        make_plan(recipe, place)
+    what = f"recipe 'qwen3-8b-math' does not fit on site '{site}': for its memory the trainer needs {reason}"
+    with pytest.raises(PlanError, match=f"^{what}") as caught:
+        suggest_fitting(recipe, place, refusal=str(refused.value))
+    assert "Lower" not in str(caught.value)
+
+
+def test_a_recipe_for_which_nothing_fits_is_refused_with_what_a_smaller_trainer_lacks() -> None:
+    recipe, place = make_recipe(name="qwen3-32b"), make_site("workstation")
+    reason = "with -s resources.train.num_workers=4, a train worker needs 145 GiB .* has 22 GiB"
     with pytest.raises(PlanError, match=rf"^as it stands\. Nothing else that was tried fits: {reason}"):
         suggest_fitting(recipe, place, refusal="as it stands")
 
@@ -231,4 +262,4 @@ def test_plan_suggest_refuses_a_recipe_for_which_nothing_fits(home: Path, capsys
     assert main(["plan", "qwen3-8b-math", "--site", "generic-slurm", "--suggest"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert "Nothing else that was tried fits: with -s resources.train.num_workers=4, a train worker" in shown.err
+    assert "for its memory the trainer needs resources.train.num_workers = 16 at least, but gpu allows" in shown.err

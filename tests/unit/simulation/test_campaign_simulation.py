@@ -347,6 +347,23 @@ def test_a_simulation_has_the_nodes_of_the_plan(site):
     assert find_sizes(request).num_nodes == sum(component.nodes for component in request.plan.components)
 
 
+@pytest.mark.parametrize("settings", [(), ("resources.train.num_workers=16",)])
+def test_nodes_with_gpus_are_charged_that_only_env_workers_use(settings):
+    request = load_request("qwen3-32b", site="jupiter", settings=("site.account=m1", *settings))
+    source = DrawnEpisodes(request.recipe, LatencySettings(), seed=0)
+    result = simulate_campaign(request, find_sizes(request), source, SimulationSettings(num_steps=1))
+    assert (result.num_nodes, result.num_gpus) == (request.plan.num_nodes, request.plan.num_gpus)
+    assert result.gpu_hours == pytest.approx(request.plan.num_gpus * result.seconds / 3600, abs=1e-3)
+    assert result.node_hours == pytest.approx(request.plan.num_nodes * result.seconds / 3600, abs=1e-3)
+
+
+def test_nodes_of_env_workers_grow_with_the_number_of_gpus():
+    request = load_request("qwen3-32b", site="jupiter", settings=("site.account=m1",))
+    sizes = find_sizes(request, num_gpus=2 * find_sizes(request).num_gpus)
+    assert sizes.num_nodes == 2 * request.plan.num_nodes
+    assert sizes.num_charged_gpus == 2 * request.plan.num_gpus
+
+
 def test_a_model_that_does_not_fit_is_refused():
     request = load_request("quickstart", site="local")
     sizes = find_sizes(request)

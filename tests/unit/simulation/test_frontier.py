@@ -1,6 +1,9 @@
 """Other plans with the time and cost of the whole campaign, against a simulation of all of its steps."""
 
+import contextlib
 import json
+import os
+import pty
 import subprocess
 import sys
 
@@ -59,6 +62,23 @@ def test_plan_suggest_prints_the_time_and_cost_of_the_campaign() -> None:
     assert all(one["campaign_hours"] > 0 for one in listed)
     assert run("simulate", "quickstart", "--site", "lab", "--suggest").stdout == done.stdout
     assert done.stdout.count("assumed   environments start in ") == 1
+
+
+def test_the_number_of_simulated_plans_is_shown_on_a_terminal() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "hpcrl.cli", "plan", "quickstart", "--site", "lab", "--suggest"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True) as process:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal has no other end any more
+            while piece := os.read(ours, 4096):
+                shown += piece
+        printed = process.communicate()[0]
+    os.close(ours)
+    assert b"plans are simulated" in shown
+    assert b"100%" in shown
+    assert printed.startswith("planned   hetjob")
 
 
 def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:
