@@ -15,6 +15,7 @@ MIN_PATIENCE_S, PATIENCE_FACTOR   when a part that is missing is late
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from hpcrl.campaign_dir.paths import parse_index
 from hpcrl.campaign_dir.workers import EnvWorkerId
@@ -23,7 +24,8 @@ from hpcrl.rollout.groups import EpisodeGroups
 
 MIN_PATIENCE_S = 30.0
 PATIENCE_FACTOR = 2.0
-"""A part that is missing is late after this factor times the longest group of a worker that waits for it."""
+"""A part that is missing is late after this factor times the longest group of a worker that waits for it; one that has
+played none since it was started waits for half of `job.stall_timeout_min`."""
 
 
 def count_needed_groups(
@@ -48,8 +50,9 @@ def count_needed_groups(
 class LateWorkers:
     """Which of several env workers are late with their part of what training needs.
 
-    Training may need the part of a worker that is gone. Once nothing has become durable or was settled for long, those
-    whose part is missing count as late, until something of theirs becomes durable.
+    Training may need the part of a worker that is gone. Once this worker has nothing to do, and nothing has become
+    durable or was settled for long, those whose part is missing count as late, until something of theirs becomes
+    durable. As long as it still plays its own part, the others may as well.
     """
 
     def __init__(self, worker: EnvWorkerId) -> None:
@@ -60,10 +63,20 @@ class LateWorkers:
         """The indices, with what was durable then."""
 
     def find(
-        self, sealed: Mapping[int, int], waiting: Mapping[int, int], *, part: int, now: float, patience_s: float
+        self,
+        sealed: Mapping[int, int],
+        waiting: Mapping[int, int],
+        *,
+        is_idle: bool,
+        part: int,
+        now: float,
+        patience_s: float,
     ) -> Collection[int]:
-        """Return the indices; a worker lacks something if fewer than `part` of its groups wait."""
-        if (dict(sealed), dict(waiting)) != self._seen:
+        """Return the indices; a worker lacks something if fewer than `part` of its groups wait.
+
+        `is_idle` means that this worker's own part is durable.
+        """
+        if not is_idle or (dict(sealed), dict(waiting)) != self._seen:
             self._seen, self._changed_at = (dict(sealed), dict(waiting)), now
             self._late = {index: num for index, num in self._late.items() if sealed.get(index, 0) == num}
         elif now - self._changed_at > patience_s:
@@ -136,6 +149,7 @@ class AdmissionControl:
         """Start whole batches: each once nothing of the last is in flight, and all of it with the newest version."""
         self._rollout = rollout
         self._groups_per_step = recipe.train.groups_per_step
+        self._stall_s = recipe.job.stall_timeout_min * 60
         self._worker = worker
         self._late_workers = LateWorkers(worker)
         self._num_needed = 0
@@ -166,19 +180,18 @@ class AdmissionControl:
         durable = _count_groups(sealed, group_size=rollout.group_size)
         waiting = _count_groups(subtract_counts(sealed, settled), group_size=rollout.group_size)
         self._num_ahead = sum(waiting.values()) + num_in_flight * self._worker.count
-        self._num_needed = count_needed_groups(
-            self._worker,
-            running_groups=num_in_flight,
-            max_groups=max_groups,
-            waiting=waiting,
-            late=self._late_workers.find(
-                durable,
-                waiting,
-                part=max_groups // self._worker.count,
-                now=now,
-                patience_s=max(MIN_PATIENCE_S, PATIENCE_FACTOR * groups.longest_s),
-            ),
+        count_needed = partial(
+            count_needed_groups, self._worker, running_groups=num_in_flight, max_groups=max_groups, waiting=waiting
         )
+        late = self._late_workers.find(
+            durable,
+            waiting,
+            is_idle=not num_in_flight and not count_needed(),
+            part=max_groups // self._worker.count,
+            now=now,
+            patience_s=max(MIN_PATIENCE_S, PATIENCE_FACTOR * groups.longest_s or self._stall_s / 2),
+        )
+        self._num_needed = count_needed(late=late)
         if rollout.mode == "one-step-off":
             batch = self._own_share(self._groups_per_step)
             self._num_needed = limit_to_batch(self._num_needed, num_in_flight=num_in_flight, batch=batch)

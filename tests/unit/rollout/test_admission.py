@@ -95,14 +95,17 @@ def test_other_workers_share_what_a_late_one_lacks_and_no_more():
 def test_a_worker_is_late_once_nothing_has_come_for_long_and_until_it_adds_something():
     watch = LateWorkers(EnvWorkerId(0, 3))
 
-    def look(sealed, waiting, *, now):
-        return set(watch.find(sealed, waiting, part=4, now=now, patience_s=30.0))
+    def look(sealed, waiting, *, now, is_idle=True):
+        return set(watch.find(sealed, waiting, is_idle=is_idle, part=4, now=now, patience_s=30.0))
 
+    assert look({}, {}, now=-60.0, is_idle=False) == set()
+    assert look({}, {}, now=-1.0, is_idle=False) == set(), "its own part is missing too"
     assert look({0: 4}, {0: 4}, now=0.0) == set()
     assert look({0: 4, 1: 4}, {0: 4, 1: 4}, now=29.0) == set(), "another one still plays"
     assert look({0: 4, 1: 4}, {0: 4, 1: 4}, now=58.0) == set()
     assert look({0: 4, 1: 4}, {0: 4, 1: 4}, now=60.0) == {2}
     assert look({0: 6, 1: 6}, {}, now=61.0) == {2}, "the next batch does not wait for it again"
+    assert look({0: 6, 1: 6}, {}, now=62.0, is_idle=False) == {2}, "nor while this worker plays it"
     assert look({0: 6, 1: 6, 2: 1}, {2: 1}, now=70.0) == set()
 
 

@@ -189,6 +189,7 @@ def test_one_of_several_env_workers_seals_its_part_of_a_batch():
 
 def test_the_part_of_a_worker_that_is_gone_is_played_by_the_others_after_a_while():
     gate, groups = gate_of("sync", num_hosts=2), groups_of(0)
+    groups.longest_s = 10.0
     settings = {"num_unsealed": 0, "sealed": {"env-0": 4}, "settled": {}}
     started = [gate.num_admitted(groups, now=now, **settings) for now in (0.0, MIN_PATIENCE_S, MIN_PATIENCE_S + 1)]
     assert started == [0, 0, 2]
@@ -196,3 +197,17 @@ def test_the_part_of_a_worker_that_is_gone_is_played_by_the_others_after_a_while
     gate = gate_of("sync", num_hosts=2)
     started = [gate.num_admitted(groups, now=now, **settings) for now in (0.0, MIN_PATIENCE_S + 1, 1201.0)]
     assert started == [0, 0, 2], "episodes of ten minutes are not late after one"
+
+
+def test_a_worker_does_not_take_others_for_late_while_its_own_part_is_missing():
+    gate, none_durable = gate_of("async", num_hosts=2), {"num_unsealed": 0, "sealed": {}, "settled": {}}
+    assert gate.num_admitted(groups_of(0), now=0.0, **none_durable) == 4
+    assert gate.num_admitted(groups_of(0), now=600.0, **none_durable) == 4, "engines may start for long"
+    assert gate.num_admitted(groups_of(4), now=1200.0, **none_durable) == 0, "the others may play as long as this one"
+
+
+def test_a_worker_that_has_played_nothing_since_it_was_started_waits_for_others_for_half_of_a_stall():
+    gate = gate_of("sync", num_hosts=2)
+    settings = {"num_unsealed": 0, "sealed": {"env-0": 4}, "settled": {}}
+    started = [gate.num_admitted(groups_of(0), now=now, **settings) for now in (0.0, 449.0, 451.0)]
+    assert started == [0, 0, 2]

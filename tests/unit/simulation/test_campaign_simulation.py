@@ -43,6 +43,7 @@ from tests.support.trajectories import make_trajectory
 
 GOLDEN = Path(__file__).parent / "quickstart.json"
 SPEED = estimate_speed(GPU_CATALOGUE["h100"], shape=read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
+SLOW_EPISODES = [EpisodeScript(0.0, (TurnScript(20, 20, env_s),)) for env_s in (60.0, 90.0, 120.0)]
 TRACES = "session,t_s,prompt_tokens,reply_tokens\n0,0,100,20\n0,1.5,200,10\n1,0,50,300\n"
 
 
@@ -274,6 +275,11 @@ def test_of_several_env_workers_the_first_to_finish_starts_no_episode_that_would
     result = simulate("rollout.mode=sync", "resources.env.num_workers=4", "train.groups_per_step=16")
     assert set(result.lags) == {"0"}, "a batch has only episodes of the newest weights"
     assert sum(result.waste.values()) == 0
+
+
+def test_no_env_worker_plays_what_the_others_still_play_however_long_that_takes():
+    result = simulate("resources.env.num_workers=4", "rollout.max_running=256", source=RecordedEpisodes(SLOW_EPISODES))
+    assert result.waste == {}
 
 
 def test_a_campaign_of_simulated_engines_is_as_slow_as_they_are():
