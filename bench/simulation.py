@@ -1,6 +1,6 @@
 """Check the simulator of `hpcrl simulate` against real campaigns, and its own cost: `python -m bench.simulation`.
 
-    scale      3,072 GPUs, 60 steps, prompts of 12,000 tokens, lognormal lengths: CPU time and memory
+    scale      3,072 GPUs, 60 steps, prompts of 12,000 tokens, lognormal lengths: CPU time, memory, waste
     campaigns  real campaigns with simulated engines (site local, or the lab with `--site lab`: real processes, files,
                HTTP), and the same recipes in the simulator, which plays the episodes that they recorded: time of a
                step, busy share of the engines
@@ -40,6 +40,8 @@ from hpcrl.spool.record import Trajectory, TrajectoryFacts
 BAR_CPU_S = 60.0
 BAR_MIB = 2048.0
 BAR_ERROR = 0.10
+BAR_WASTE = 0.01
+"""Admission starts only what will be fresh, so next to nothing becomes too old."""
 MAX_START_GAP_S = 0.05
 """Episodes that start together follow each other by less."""
 NUM_GPUS = 3072
@@ -158,11 +160,13 @@ def _measure_scale(*, num_steps: int) -> list[Figure]:
         cpu_s = time.process_time() - started_at
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     bar = BAR_CPU_S if num_steps == 60 else None
+    wasted = sum(result.waste.values())
     return [
         Figure(name=f"{NUM_GPUS} GPUs, {num_steps} steps: CPU time", value=cpu_s, unit="s", bar=bar, better="lower"),
         Figure(name="the same: memory", value=peak_mib, unit="MiB", bar=BAR_MIB, better="lower"),
         Figure(name="the same: CPU time of a turn", value=cpu_s / result.num_turns * 1e6, unit="us"),
         Figure(name="the same: turns", value=result.num_turns, unit=""),
+        Figure(name="the same: tokens not trained on", value=wasted, unit="share", bar=BAR_WASTE, better="lower"),
     ]
 
 
