@@ -78,6 +78,8 @@ WEIGHT_BYTES = {"": 2.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4
 MAX_PEAK_FACTOR = 10.0
 """A time this many times shorter than the peaks of the GPUs allow is wrong. In published ones it is 4 at most, since
 prompts are computed between the steps in less than the model thinks."""
+MAX_IDLE_FACTOR = 1000.0
+"""A training step that takes longer than at the peaks of its GPUs by this factor does not measure them."""
 MIN_RUNNING = 0.5
 """The mean number of requests below which an engine's times are mostly those of waiting."""
 
@@ -154,7 +156,7 @@ def fit_servers(servers: MeasuredServers, *, held_out: Sequence[str] = ()) -> Ca
         reasons = "; ".join(f"{num} left out: {why}" for why, num in servers.left_out.items())
         raise ConfigError(
             f"{servers.source} has {len(seen)} measurements that can be fitted to, and {MIN_POINTS} are needed"
-            f"{f' ({reasons})' if reasons else ''}: give more rows, or fewer --hold-out"
+            f"{f' ({reasons})' if reasons else ''}: give more rows{', or fewer --hold-out' if held_out else ''}"
         )
     fit = fit_speed(seen, steps=servers.steps)
     return CalibrationReport(
@@ -449,8 +451,11 @@ def _add_step_points(
                     pp=recipe.train.pipeline_parallel,
                 )
                 step = StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s)
-                if step.step_s * MAX_PEAK_FACTOR < find_peak_step_s(step):
+                peak_s = find_peak_step_s(step)
+                if step.step_s * MAX_PEAK_FACTOR < peak_s:
                     found.left_out["a training step that is faster than its GPUs can be"] += 1
+                elif step.step_s > peak_s * MAX_IDLE_FACTOR:
+                    found.left_out["a training step of a model that is too small, or on CPUs"] += 1
                 else:
                     found.steps.append(step)
 

@@ -208,18 +208,21 @@ def test_an_engine_that_is_faster_than_its_gpus_can_be_is_left_out(campaign):
     assert servers.left_out == {"an engine that is faster than its GPUs can be": 1}
 
 
-def test_a_training_step_that_is_faster_than_its_gpus_can_be_is_left_out(make_campaign):
+def test_training_steps_that_no_gpu_takes_are_left_out(make_campaign):
     host = ("gpu=h100", "gpus_per_node=2", "cores_per_node=16", "mem_gib_per_node=100")
     gpus = ("resources.train.gpus_per_worker=1", "resources.decode.gpus_per_worker=1")
     made = make_campaign("trained", *(f"site.partitions.host.{one}" for one in host), *gpus)
     made.model.mkdir()
     (made.model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
     log = emit_to(made, "train")
-    for step_s in (30.0, 0.03):
+    for step_s in (30.0, 0.03, 30_000.0):
         log.emit(StepFinished(step=1, length_mean=2400.0, num_tokens=100_000, step_s=step_s))
     servers = read_campaign_points(made)
     assert [one.step_s for one in servers.steps] == [30.0]
-    assert servers.left_out == {"a training step that is faster than its GPUs can be": 1}
+    assert servers.left_out == {
+        "a training step that is faster than its GPUs can be": 1,
+        "a training step of a model that is too small, or on CPUs": 1,
+    }
 
 
 def test_idle_engines_are_left_out(campaign):
