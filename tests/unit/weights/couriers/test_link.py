@@ -9,7 +9,9 @@ from hpcrl.weights.couriers.link import MOVED_S, ByteChunk, CourierConnection, D
 from hpcrl.weights.couriers.protocol import PeerWatch
 from tests.support.listening_transport import ListeningTransport
 
-NUM_POLLS = 500
+NUM_POLLS = 2000
+NUM_TRIES = 5
+"""On a busy machine a try may take MAX_SPIN_S, after which there are naps."""
 
 
 class SlowTransport(ListeningTransport):
@@ -29,18 +31,22 @@ class SlowTransport(ListeningTransport):
         return move if self.poll_s else lambda: next(polls, None) is None
 
 
-@pytest.mark.parametrize(("poll_s", "has_naps"), [(10 * MOVED_S, False), (0.0, True)])
+@pytest.mark.parametrize(("poll_s", "has_naps"), [(2 * MOVED_S, False), (0.0, True)])
 def test_a_bucket_is_polled_without_naps_while_polls_move_bytes(poll_s: float, has_naps: bool) -> None:
     transport = SlowTransport()
     transport.poll_s = poll_s
     connection = CourierConnection(transport, watch=PeerWatch(peers={}, silence_timeout_s=10))
     moved: list[int] = []
-    before = count_naps()
 
-    connection.stream([ByteChunk(memoryview(bytearray(8)), source=0)], target=None, on_moved=lambda _: moved.append(1))
+    def count_naps_of_a_bucket() -> int:
+        before = count_naps()
+        chunk = ByteChunk(memoryview(bytearray(8)), source=0)
+        connection.stream([chunk], target=None, on_moved=lambda _: moved.append(1))
+        return count_naps() - before
 
-    assert moved == [1]
-    assert (count_naps() - before > NUM_POLLS / 4) == has_naps
+    naps = min(count_naps_of_a_bucket() for _ in range(NUM_TRIES))
+    assert moved == [1] * NUM_TRIES
+    assert (naps > 0) == has_naps
 
 
 def count_naps() -> int:
