@@ -47,7 +47,7 @@ from hpcrl.hardware.speed_fit import (
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.system.files import find_input
+from hpcrl.system.files import find_input, is_table_path
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.terminal import print_json, print_line, show_wait
 
@@ -129,7 +129,7 @@ def calibrate_speed(source: str, *, site: Site | None, held_out: Sequence[str], 
     """Fit to a campaign or a CSV file, but not to the GPU types in `held_out`, and print the result."""
     with show_wait("the measurements are read, and the cost model is fitted to them"):
         path = Path(source)
-        if path.suffix == ".csv" or (path.exists() and not path.is_dir()):
+        if is_table_path(path):
             servers = read_serving_csv(path, find_gpu=GPU_CATALOGUE.get if site is None else site.find_gpu)
         else:
             servers = read_campaign_points(directory.find_campaign(source))

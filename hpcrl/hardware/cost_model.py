@@ -169,9 +169,8 @@ def estimate_speed(
     assert gpu.memory_tb_per_s is not None
     by = fit or gpu.fit
     bf16_flops = gpu.bf16_tflops * 1e12 * tp
-    flops = (
-        bf16_flops * BYTES_BF16 / (shape.factor_bytes or shape.weight_bytes)
-    )  # tensor cores: half the bytes, twice as fast
+    factor_bytes = shape.factor_bytes or shape.weight_bytes
+    flops = bf16_flops * BYTES_BF16 / factor_bytes  # tensor cores: half the bytes, twice as fast
     bandwidth = gpu.memory_tb_per_s * 1e12 * tp
     kv_copies = max(1.0, tp / shape.num_kv_heads)  # a head is not divided
     sum_s = by.link * shape.summed_bytes_per_token / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s and tp > 1 else 0.0

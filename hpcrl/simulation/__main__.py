@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from hpcrl.commands.arguments import add_simulation
 from hpcrl.errors import ConfigError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
+from hpcrl.system.files import is_table_path
 from hpcrl.system.output_encoding import follow_locale
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeS
     if arguments.traces is None:
         return DrawnEpisodes(recipe, _read_latencies(arguments), seed=arguments.seed)
     path = Path(arguments.traces)
-    if path.suffix == ".csv" or (path.exists() and not path.is_dir()):
+    if is_table_path(path):
         scripts = read_traces(path, skips_invalid=arguments.skip_invalid)
         return RecordedEpisodes(fit_episodes(scripts, recipe), arguments.seed)
     return read_campaign_traces(arguments.traces, seed=arguments.seed)

@@ -262,10 +262,10 @@ class SimulatedCampaign:
         self.num_jobs += 1
         job = self.recipe.job
         start_s = self.settings.start_s
-        spent_s = start_s if self.num_jobs == 1 else 0.0
-        drain_at = max(1.0, job.walltime_min * 60 - job.drain_s - spent_s)
-        self.queue.call_later(drain_at, partial(self._drain, self.num_jobs))
-        self.queue.call_later(start_s - spent_s, self._play)
+        first_s = 0.0 if self.num_jobs == 1 else start_s
+        drain_s = max(1.0, job.walltime_min * 60 - job.drain_s - start_s + first_s)
+        self.queue.call_later(drain_s, partial(self._drain, self.num_jobs))
+        self.queue.call_later(first_s, self._play)
 
     def _play(self) -> None:
         for engine in self.engines.values():

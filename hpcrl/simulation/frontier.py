@@ -20,8 +20,8 @@ from hpcrl.system.terminal import track_progress
 MIN_STEPS, MAX_STEPS = 8, 24
 """The numbers of simulated steps, whose mean time is that of all. With 24 it was within 10 % for four recipes."""
 MAX_TURNS = 40_000
-"""The turns that are simulated at most for a plan, unless they are fewer than the least steps. The
-plans of a 32B model take 40 to 50 s of CPU together."""
+"""The turns that are simulated at most for a plan, unless they are fewer than the least steps. The plans of a 32B model
+take 40 to 50 s of CPU together."""
 
 
 def time_plans(

@@ -95,12 +95,13 @@ class SimulatedTrainer:
             self._waiting = [*choice.chosen, *choice.rest]
             self._settle(choice.stale)
             self.drop(choice.stale)
-        awaits_rewards = should_await_rewards(
-            find_start_versions(self.unscored), choice.chosen, version=self.version, max_lag=rollout.max_lag
-        )
-        if choice.chosen and is_allowed and not awaits_rewards:
+        if choice.chosen and is_allowed and not self._should_await_rewards(choice.chosen):
             self._waiting = choice.rest
             self._start(choice.chosen)
+
+    def _should_await_rewards(self, chosen: list[Trajectory]) -> bool:
+        unscored = find_start_versions(self.unscored)
+        return should_await_rewards(unscored, chosen, version=self.version, max_lag=self.recipe.rollout.max_lag)
 
     def _settle(self, trajectories: list[Trajectory]) -> None:
         self.waiting.subtract(self.find_worker(one) for one in trajectories)

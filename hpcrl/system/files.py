@@ -48,6 +48,11 @@ def find_input(path: Path) -> Path:
     return path
 
 
+def is_table_path(path: Path) -> bool:
+    """Return whether a user gives a CSV file, or what is to be refused as one, and not the name of a campaign."""
+    return path.suffix == ".csv" or (path.exists() and not path.is_dir())
+
+
 def replace_file(path: Path, data: bytes | str) -> None:
     """Make `path` appear with `data`, complete or not at all; after a crash of the machine it may be old, or empty.
 
