@@ -70,6 +70,7 @@ name = "large"
 path = "/models/qwen3-235b-a22b"
 [model.config]
 model_type = "qwen3_moe"
+torch_dtype = "bfloat16"
 hidden_size = 4096
 num_hidden_layers = 94
 num_attention_heads = 64

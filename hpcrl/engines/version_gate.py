@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 from hpcrl.engines.base import Completion, GenerateRequest
 
-MAX_VERSION_WAIT_S = 10.0
+MAX_VERSION_WAIT_S = 300.0
 """The time after which a turn starts with whatever version there is: an engine that cannot load one continues.
 
-Routers wait for twice as long for a prompt.
+Half a terabyte is on its way for 20 s over fast links and for minutes through files. What starts with an older version
+meanwhile is too old once it could be trained on.
 """
 
 

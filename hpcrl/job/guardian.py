@@ -34,8 +34,8 @@ from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
 from hpcrl.slurm import next_job
 from hpcrl.slurm.allocation import read_own_nodes, scrub_environment
-from hpcrl.slurm.commands import SHORT_TIMEOUT_S, cancel_recorded_jobs
-from hpcrl.slurm.component_jobs import cancel_component_jobs, read_leases
+from hpcrl.slurm.commands import SHORT_TIMEOUT_S, cancel_recorded_jobs, query_live_jobs
+from hpcrl.slurm.component_jobs import cancel_component_jobs, read_component_ids, read_leases
 from hpcrl.slurm.script import list_separate_components
 from hpcrl.slurm.status import query_lost_nodes
 from hpcrl.slurm.step_script import choose_step_python, read_step_setup
@@ -49,7 +49,7 @@ from hpcrl.weights.window.shm_cleanup import remove_orphans
 
 OUTCOME_TIMEOUT_S = 5.0
 """The time for which recording the outcome is tried on a full or unreachable file system."""
-RELEASE_TIMEOUT_S = 4.0
+RELEASE_TIMEOUT_S = 10.0
 """The time for which the jobs of components may end by themselves."""
 CLOSE_GRACE_S = 10.0
 """The time that processes may take to end."""
@@ -198,10 +198,16 @@ def _describe_crash(code: int, reason: str, *, is_supervising: bool) -> JobEnd:
 
 
 def release_components(job: JobDir) -> None:
-    """Let the jobs that hold the nodes of components end, which see the outcome, and cancel those that are left."""
+    """Let the jobs that hold the nodes of components end, which see the outcome, and cancel those that are left.
+
+    A job whose lease has gone ends within moments, but Slurm would count it as cancelled until then.
+    """
     deadline = time.monotonic() + RELEASE_TIMEOUT_S
     while job.list_leases() and time.monotonic() < deadline:
         time.sleep(PULSE_INTERVAL_S)
+    ids = read_component_ids(job)
+    while query_live_jobs(ids) != {} and time.monotonic() < deadline:
+        time.sleep(1.0)
     cancel_component_jobs(job)
 
 

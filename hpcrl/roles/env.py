@@ -373,13 +373,14 @@ def _make_runner(
     journal = TaskJournal(campaign.journal(context.index))
     task_sets = TaskSets(recipe, worker, directory=campaign.tasks, num_drawn=journal.state.draws.rows)
     task_queue = _make_task_queue(context, journal=journal, task_sets=task_sets, open_env=open_env)
+    admission = AdmissionControl(recipe, worker)
     accounts = EpisodeAccounts(
         _make_groups(recipe.rollout),
         journal=journal,
         return_task=task_queue.return_task,
         emit=context.events.emit,
+        find_oldest_start=lambda newest: admission.find_oldest_start(router.versions(), newest=newest),
     )
-    admission = AdmissionControl(recipe, worker)
     policy = CountingPolicy(router, on_turn=lambda episode, completion: runner.record_turn(episode, completion))
     player = _make_player(
         context,

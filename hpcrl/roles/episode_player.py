@@ -104,6 +104,7 @@ class EpisodePlayer:
                 limits=limits,
                 newest_version=self.newest_version,
                 producer=self.producer,
+                needed_version=needed_version,
             )
         assert self.layout is not None
         return await run_episode(

@@ -48,7 +48,7 @@ class EpisodeRunner:
 
     def start_group(self, task: AgentTask) -> None:
         """Start a group; from here on its episodes run independently."""
-        indices = self.accounts.start_group(task, version=self.progress.newest_version, now=loop_time())
+        indices = self.accounts.start_group(task, newest=self.progress.newest_version, now=loop_time())
         self._start_episodes(task, indices)
 
     def end_late_groups(self) -> None:

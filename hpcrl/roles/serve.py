@@ -8,7 +8,7 @@
     WeightFollower     keep an engine at the newest version
     LoadReporter       report the load of an engine
     EngineWork         note whether it generates
-    FAULT_PAUSE_S, MAX_BEHIND_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S, MAX_LOADS_PER_S,
+    FAULT_PAUSE_S, MAX_BEHIND_S, LEAST_BYTES_PER_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S, MAX_LOADS_PER_S,
     IDLE_REPORT_INTERVAL_S, WORK_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
@@ -43,6 +43,7 @@ from hpcrl.engines.node_socket import serve_over_socket
 from hpcrl.errors import EngineError, HpcrlError, WeightsError
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.models.model_config import read_model_config
+from hpcrl.plan.demand import compute_version_bytes
 from hpcrl.plan.plan import RolePlan
 from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S, WorkerContext
 from hpcrl.roles.gpu_shifts import EngineShift, open_engine_shift
@@ -65,8 +66,9 @@ if TYPE_CHECKING:
 
 
 FAULT_PAUSE_S = 1.0
-MAX_BEHIND_S = 30.0
-"""The time that an engine may lag behind a published version before it asks for files."""
+MAX_BEHIND_S, LEAST_BYTES_PER_S = 30.0, 0.5e9
+"""An engine that lags behind a published version for longer than the first, and than its bytes take at this rate, asks
+for files: half a terabyte takes minutes to get into a window and to all nodes."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
 MAX_LOADS_PER_S = 20
 """The load reports of all engines of a role together: of very many, each reports more rarely."""
@@ -361,6 +363,7 @@ class WeightFollower:
         self._wakeups = wakeups
         self._loaded = -1
         self._behind_since: float | None = None
+        self._max_behind_s = MAX_BEHIND_S + compute_version_bytes(context.recipe) / LEAST_BYTES_PER_S
         self._sender = context.make_sender("env")
         weights = context.campaign.weights
         self._work = EngineWork(has_tokens=context.role != "prefill")
@@ -422,11 +425,12 @@ class WeightFollower:
             self._behind_since = None
             return
         self._behind_since = self._behind_since or time.monotonic()
-        if time.monotonic() - self._behind_since <= MAX_BEHIND_S:
+        if time.monotonic() - self._behind_since <= self._max_behind_s:
             return
         transport = read_transport(weights)
         if transport is not None and transport.name != "files":
-            reason = f"{self._context.name} has waited {MAX_BEHIND_S:g} s for version {published} by {transport.name}"
+            waited = f"has waited {self._max_behind_s:.0f} s for version {published} by {transport.name}"
+            reason = f"{self._context.name} {waited}"
             write_transport(weights, Transport(name="files", reason=reason))
             self._context.events.emit(TransportChanged(transport="files", reason=reason))
 

@@ -179,7 +179,7 @@ class AdmissionControl:
         max_groups = (get_mode_lag(rollout.mode, max_lag=rollout.max_lag) + 1) * self._groups_per_step
         durable = _count_groups(sealed, group_size=rollout.group_size)
         waiting = _count_groups(subtract_counts(sealed, settled), group_size=rollout.group_size)
-        self._num_ahead = sum(waiting.values()) + num_in_flight * self._worker.count
+        self._num_ahead = self._estimate_ahead(num_in_flight, num_waiting=sum(waiting.values()), max_groups=max_groups)
         count_needed = partial(
             count_needed_groups, self._worker, running_groups=num_in_flight, max_groups=max_groups, waiting=waiting
         )
@@ -216,6 +216,10 @@ class AdmissionControl:
         max_lag = get_mode_lag(rollout.mode, max_lag=rollout.max_lag)
         return max(0, newest - max(0, max_lag - self._num_ahead // self._groups_per_step))
 
+    def find_oldest_start(self, versions: Sequence[int], *, newest: int) -> int:
+        """Return the oldest version with which an episode may start now, at engines that have these versions."""
+        return max(self.find_needed_version(newest), min(versions, default=0))
+
     def should_seal(self, groups: EpisodeGroups, *, num_open: int, num_unsealed: int, num_waiting: int) -> bool:
         """Return whether released trajectories should become durable now, though they are few and young.
 
@@ -249,6 +253,16 @@ class AdmissionControl:
         """Record that a group was released; return True if its batch needs no other."""
         self._num_pending -= 1
         return self.is_batched and self._num_pending <= 0
+
+    def _estimate_ahead(self, num_in_flight: int, *, num_waiting: int, max_groups: int) -> int:
+        """Return how many groups of all workers are ahead of one that starts now.
+
+        What the others run is not known here: they are taken to run all groups that they may.
+        """
+        rollout = self._rollout
+        room = rollout.max_running // rollout.episodes_per_group
+        running = max(0, min(max_groups - num_waiting, room))
+        return num_waiting + num_in_flight + running - self._own_share(running)
 
     def _count_room(self, groups: EpisodeGroups) -> int:
         return count_groups_with_room(

@@ -254,8 +254,9 @@ class _TrajectoryBuilder:
 
     def add_reply(self, completion: Completion) -> None:
         """Add tokens that the model generated."""
-        # An engine may still be a version behind when the episode starts: staleness counts from the version used.
-        self.start_version = min([self.start_version, *completion.versions])
+        # Engines may have another version than was the newest at the start: staleness counts from the versions used.
+        earlier = [self.start_version] if self._turns else []
+        self.start_version = min([*earlier, *completion.versions], default=self.start_version)
         self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, is_reply=True)
 
     @property

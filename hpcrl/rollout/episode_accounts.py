@@ -41,13 +41,18 @@ class EpisodeAccounts:
         journal: TaskJournal,
         return_task: TaskReturn,
         emit: Callable[[CampaignEvent], None],
+        find_oldest_start: Callable[[int], int],
     ) -> None:
-        """Keep accounts of `groups`."""
+        """Keep accounts of `groups`.
+
+        `find_oldest_start` returns the oldest version with which an episode may start while a version is the newest.
+        """
         self.groups = groups
         self.in_flight = InFlightVersions()
         self._journal = journal
         self._return_task = return_task
         self._emit = emit
+        self._find_oldest_start = find_oldest_start
         self._tasks: dict[str, AgentTask] = {}
         """The tasks of groups that were started and have not ended, by group."""
         self._unneeded: set[str] = set()
@@ -84,13 +89,13 @@ class EpisodeAccounts:
         if num_restarted:
             self._emit(TasksRestarted(num=num_restarted))
 
-    def start_group(self, task: AgentTask, *, version: int, now: float = 0.0) -> list[int]:
+    def start_group(self, task: AgentTask, *, newest: int, now: float = 0.0) -> list[int]:
         """Record the start of a task's group; return the indices of its episodes."""
         num_earlier = self._journal.record_start(task) - 1
         self._tasks[task.group] = task
         first_index = num_earlier * self.groups.max_episodes  # episodes of an earlier start may be durable
         episodes = self.groups.start(task.group, first_index=first_index, now=now)
-        self._record_start(episodes, version=version)
+        self._record_start(episodes, newest=newest)
         return list(range(first_index, first_index + len(episodes)))
 
     def end_episode(
@@ -167,13 +172,14 @@ class EpisodeAccounts:
         """Close the journal. What is open in it is started again by the next run."""
         self._journal.close()
 
-    def _record_start(self, episodes: list[str], *, version: int) -> None:
+    def _record_start(self, episodes: list[str], *, newest: int) -> None:
+        oldest = self._find_oldest_start(newest)
         for episode in episodes:
-            self.in_flight.start(episode, version=version)
+            self.in_flight.start(episode, version=oldest)
 
     def _apply(self, task: AgentTask, outcome: GroupOutcome, *, newest: int) -> None:
         self.in_flight.apply(outcome)
-        self._record_start([task.episode(index) for index in outcome.start], version=newest)
+        self._record_start([task.episode(index) for index in outcome.start], newest=newest)
         if outcome.released:
             self._journal.record_release(task)
             self._unsealed[task.group] = {kept.id for kept in outcome.released}

@@ -116,6 +116,8 @@ class InFlightVersions:
 
     def __init__(self) -> None:
         self._episodes: dict[str, tuple[InFlightState, int]] = {}
+        self._unseen: set[str] = set()
+        """Those of which no turn has ended."""
         self._counts: dict[InFlightState, Counter[int]] = {
             "running": Counter(),
             "kept": Counter(),
@@ -123,12 +125,14 @@ class InFlightVersions:
         }
 
     def start(self, episode: str, *, version: int) -> None:
+        """Record an episode that starts with this version or a later one."""
         self._put(episode, "running", version)
+        self._unseen.add(episode)
 
     def record_version(self, episode: str, *, version: int) -> None:
-        """Record the version that an engine used; if it is an older one, the episode is older than it seemed."""
+        """Record the version that an engine used: with the first an episode has started, a later one may be older."""
         known = self._episodes.get(episode)
-        if known is not None and version < known[1]:
+        if known is not None and (version < known[1] or episode in self._unseen):
             self._put(episode, known[0], version)
 
     def mark_kept(self, episode: str) -> None:
@@ -142,6 +146,7 @@ class InFlightVersions:
     def drop(self, episode: str) -> None:
         """Forget an episode that is durable, or that will not be used."""
         known = self._episodes.pop(episode, None)
+        self._unseen.discard(episode)
         if known is not None:
             self._uncount(*known)
 

@@ -314,12 +314,13 @@ class SimulatedEnvWorker:
 
     def _start_episodes(self, task: AgentTask, indices: Iterable[int]) -> None:
         newest = self._links.training.version
+        oldest = self._admission.find_oldest_start(self.router.versions(), newest=newest)
         for index in indices:
             episode = task.episode(index)
             script = self._links.source.draw(task.domain, seed=episode)
             run = EpisodeRun(task=task, id=episode, script=script, start_version=newest)
             self.runs[episode] = run
-            self.in_flight.start(episode, version=newest)
+            self.in_flight.start(episode, version=oldest)
             self._started_until = max(self._started_until, self._queue.now) + self._links.episode_start_s
             self._queue.call_at(self._started_until, partial(self._reset, run))
 
@@ -452,9 +453,10 @@ class SimulatedEnvWorker:
             run.request, run.state, num_reply=turn.num_reply, version=engine.version, seconds=seconds, at=run.at
         )
         self.in_flight.record_version(run.id, version=row.version)
-        if row.version < run.start_version:
+        started = run.start_version
+        run.start_version = min(started, row.version) if run.turn else row.version
+        if run.start_version != started:
             self._poll_later()
-        run.start_version = min(run.start_version, row.version)
         run.num_context += turn.num_reply
         run.num_generated += turn.num_reply
         run.turn += 1

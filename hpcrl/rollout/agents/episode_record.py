@@ -72,7 +72,7 @@ def build_record(
         outcome=facts.outcome,
         producer=facts.producer,
         created=time.time(),
-        start_version=min([facts.start_version, *versions]),
+        start_version=min(versions, default=facts.start_version),
         end_version=versions[-1] if versions else facts.start_version,
         turns=[
             EpisodeTurn(

@@ -46,8 +46,9 @@ async def run_program(
     limits: EpisodeLimits,
     newest_version: Callable[[], int],
     producer: str,
+    needed_version: int = 0,
 ) -> Trajectory:
-    """Run the group's episode `index` to its end."""
+    """Run the group's episode `index` to its end; its first calls wait for `needed_version`."""
     fault, end = "", loop_time() + limits.episode_timeout_s
     for attempt in range(limits.env_retries + 1):
         if attempt:
@@ -61,6 +62,7 @@ async def run_program(
             recording=ConversationRecording(proxy.template, max_chars=limits.context_length * proxy.max_token_chars),
             newest_version=newest_version,
             start_version=newest_version(),
+            needed_version=needed_version,
         )
         started_at = loop_time()
         result = await _run_attempt(make_program, session, proxy, read_fields, seconds=end - loop_time())

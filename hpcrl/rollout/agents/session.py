@@ -43,6 +43,9 @@ class ProgramSession:
     recording: ConversationRecording
     newest_version: Callable[[], int]
     start_version: int
+    """The newest version until a call is answered, then the oldest that an answer has."""
+    needed_version: int = 0
+    """The version that the first calls wait for."""
     sampling: SamplingSource = "recipe"
     trained_conversations: ConversationChoice = "all"
     reward_key: str = field(default_factory=partial(secrets.token_urlsafe, 32))
@@ -112,8 +115,10 @@ class ProgramSession:
 
     def check_staleness(self) -> None:
         """End an episode that is too far behind, even during a call."""
-        for turn in self.recording.turns[self._num_checked :]:
-            self.start_version = min((self.start_version, *turn.completion.versions))
+        unseen = self.recording.turns[self._num_checked :]
+        earlier = [self.start_version] if self._num_checked else []
+        versions = (version for turn in unseen for version in turn.completion.versions)
+        self.start_version = min([*earlier, *versions], default=self.start_version)
         self._num_checked = len(self.recording.turns)
         if is_too_old(self.start_version, newest=self.newest_version(), max_lag=self.limits.max_lag):
             self.is_stale = True
@@ -183,6 +188,7 @@ class ProgramSession:
             structure=structure,
             trajectory=self.trajectory,
             domain=self.domain,
+            min_version=0 if self._num_checked else self.needed_version,
         )
         if self.sampling == "program":
             request = self._with_program_sampling(request, call.sampling)

@@ -41,7 +41,7 @@ class RouterTimeouts:
     load_timeout_s: float = 5.0
     """The time that a worker may take to report its load."""
     prefill_timeout_s: float = 20.0
-    """The time after which a turn continues without remote prefill."""
+    """The time after which a turn continues without remote prefill; longer where it waits for a version first."""
     stall_timeout_s: float = 600.0
     """The time in which a worker that has a turn must generate a token, of any turn."""
     min_tokens_per_s: float = 1.0

@@ -25,6 +25,7 @@ from hpcrl.campaign_dir.endpoints import EndpointReader, EngineEndpoint
 from hpcrl.campaign_dir.events import TurnRouted
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, InferenceEngine, KvHandle, join_chunks
+from hpcrl.engines.version_gate import MAX_VERSION_WAIT_S
 from hpcrl.errors import EngineError, EngineRefusedError, EngineRequestError
 from hpcrl.hardware.cost_model import WorkerSpeed
 from hpcrl.hardware.gpus import GPU_CATALOGUE, GpuModel
@@ -308,8 +309,9 @@ class Router:
         if worker is None:
             return None
         seconds = worker.speed.prefill_s(len(request.token_ids)) if worker.speed else 1.0
+        wait_s = MAX_VERSION_WAIT_S if request.min_version > worker.version else 0.0
         try:
-            async with asyncio.timeout(self._timeouts.prefill_timeout_s) as limit:
+            async with asyncio.timeout(self._timeouts.prefill_timeout_s + wait_s) as limit:
                 with self._track_request(worker, seconds=seconds), worker.limit_prefill(limit):
                     handle = await worker.engine.prefill(msgspec.structs.replace(request, num_held=decision.num_cached))
         except EngineRefusedError:

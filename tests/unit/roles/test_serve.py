@@ -2,18 +2,27 @@
 
 import asyncio
 
+import msgspec
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventReader
 from hpcrl.campaign_dir.events import EngineCounted
 from hpcrl.campaign_dir.paths import CampaignDir
+from hpcrl.config.recipe import ModelConfig
 from hpcrl.engines.base import LoadFigures
-from hpcrl.errors import WeightsError
+from hpcrl.errors import EngineError, WeightsError
 from hpcrl.roles import serve
 from hpcrl.roles.serve import LOAD_REPORT_INTERVAL_S, EngineWork, LoadReporter, WeightFollower
 from hpcrl.system.files import make_private_dir
 from hpcrl.system.wakeups import WakeEvent
-from hpcrl.weights.versions import VersionManifest
+from hpcrl.weights.versions import (
+    Transport,
+    VersionManifest,
+    WeightVersion,
+    announce_version,
+    read_transport,
+    write_transport,
+)
 from tests.support.plans import make_recipe
 from tests.support.workers import make_worker_context
 
@@ -23,6 +32,12 @@ class BrokenEngine:
 
     async def load_version(self, version: int) -> float:
         raise WeightsError(f"version {version} is not available")
+
+    async def wait_until_failed(self) -> None:
+        await asyncio.Event().wait()
+
+    async def load_figures(self) -> LoadFigures:
+        raise EngineError("no answer")
 
 
 class EmptySource:
@@ -45,6 +60,29 @@ def test_a_version_that_cannot_be_loaded_is_a_fault_unless_the_job_ends(tmp_path
     asyncio.run(follower.load(VersionManifest(version=3, step=3, checksums={}, created=0.0)))
     faults = [event.detail for event in EventReader(campaign.events).poll()]
     assert faults == ([] if is_ending else ["version 3 is not available"])
+
+
+@pytest.mark.parametrize(("num_params", "transport"), [(1000, "files"), (200_000_000, "mpi")])
+def test_a_version_that_is_late_for_its_size_is_asked_for_as_files(tmp_path, monkeypatch, num_params, transport):
+    monkeypatch.setattr(serve, "MAX_BEHIND_S", 0.0)
+    campaign = CampaignDir(tmp_path)
+    for directory in (campaign.events, campaign.weights, campaign.job(0).root):
+        make_private_dir(directory)
+    write_transport(campaign.weights, Transport(name="mpi", reason="couriers serve"))
+    announce_version(campaign.weights, WeightVersion(version=1, step=1))
+    recipe = make_recipe()
+    recipe = msgspec.structs.replace(recipe, model=ModelConfig(path="/models/large", num_params=num_params))
+    context = make_worker_context(campaign, "decode", recipe)
+    follower = WeightFollower(BrokenEngine(), EmptySource(), context, wakeups=WakeEvent())
+
+    async def run() -> None:
+        following = asyncio.create_task(follower.follow(engine=BrokenEngine()))
+        await asyncio.sleep(3 * serve.ROLE_ROUND_INTERVAL_S)
+        context.job.drain.write_text("every training step was made")
+        await following
+
+    asyncio.run(run())
+    assert read_transport(campaign.weights).name == transport
 
 
 def test_the_load_of_an_engine_is_one_event_a_window():

@@ -80,6 +80,24 @@ def test_of_several_workers_each_counts_the_groups_of_the_others_as_its_own():
     assert gate.find_needed_version(9) == 9
 
 
+def test_a_worker_that_is_first_to_finish_takes_others_to_play_all_that_they_may():
+    gate = gate_of("async", num_hosts=4)
+    gate.num_admitted(groups_of(0), num_unsealed=0, sealed={"env-0": 2}, settled={}, now=0.0)
+    assert gate.find_needed_version(9) == 9, "one of the others may play the batch before"
+
+
+def test_where_few_episodes_may_run_fewer_groups_are_ahead():
+    gate = gate_of("async", num_hosts=2, max_running=8)
+    gate.num_admitted(groups_of(1), num_unsealed=0, **durable(0))
+    assert gate.find_needed_version(9) == 8
+
+
+def test_an_episode_starts_with_what_it_needs_or_what_all_engines_have():
+    gate = gate_of("async")
+    gate.num_admitted(groups_of(3), num_unsealed=0, **durable(0))
+    assert [gate.find_oldest_start(versions, newest=9) for versions in ([7, 9], [9, 9], [])] == [8, 9, 8]
+
+
 def test_trajectories_not_yet_durable_count():
     assert gate_of("sync").num_admitted(groups_of(0), num_unsealed=6, **durable(0)) == 1
 

@@ -200,6 +200,11 @@ def test_staleness_counts_from_the_weights_that_really_acted():
     assert (trajectory.status, trajectory.start_version) == ("aborted-stale", 3)
 
 
+def test_what_waited_long_for_its_first_turn_is_as_old_as_the_weights_of_that():
+    trajectory = asyncio.run(run(ScriptedPolicy("a", "done", version=8), newest_version=lambda: 5))
+    assert (trajectory.status, trajectory.start_version) == ("done", 8)
+
+
 def test_max_lag_is_still_allowed():
     newest = itertools.chain([5], itertools.repeat(6))
     assert played("a", "done", newest_version=lambda: next(newest)).status == "done"

@@ -41,6 +41,7 @@ class WorkerRun:
             journal=self.journal,
             return_task=self.stream.return_task,
             emit=self.events.append,
+            find_oldest_start=lambda newest: newest,
         )
         self.released = self.accounts.list_released()
         self.accounts.recover(durable=durable)
@@ -50,7 +51,7 @@ class WorkerRun:
 
     def start(self, *, version=0):
         task = self.draw()
-        assert len(self.accounts.start_group(task, version=version)) == 3
+        assert len(self.accounts.start_group(task, newest=version)) == 3
         return task
 
     def end(self, task, index, status="done", *, newest=0):

@@ -44,6 +44,15 @@ def test_training_is_held_before_it_makes_the_oldest_too_old(in_flight: InFlight
     assert limit(in_flight) == 4
 
 
+def test_an_episode_is_as_old_as_it_may_be_until_its_first_turn_ends(in_flight: InFlightVersions) -> None:
+    in_flight.record_version("old", version=4)
+    assert limit(in_flight) == 5
+    in_flight.record_version("old", version=5)
+    assert limit(in_flight) == 5, "only its first turn makes it younger"
+    in_flight.record_version("old", version=3)
+    assert limit(in_flight) == 4
+
+
 def test_the_next_oldest_counts_once_the_oldest_is_durable(in_flight: InFlightVersions) -> None:
     in_flight.mark_kept("old")
     in_flight.mark_leaving("old")

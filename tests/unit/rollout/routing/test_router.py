@@ -9,6 +9,7 @@ import pytest
 from hpcrl.campaign_dir.endpoints import EndpointReader, announce_endpoint, withdraw_endpoint
 from hpcrl.config.recipe import RouterConfig
 from hpcrl.engines.base import CompletionChunk, GenerateRequest, KvHandle, LoadFigures
+from hpcrl.engines.version_gate import MAX_VERSION_WAIT_S
 from hpcrl.errors import EngineError, EngineRefusedError
 from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
@@ -179,6 +180,23 @@ def test_a_turn_does_not_wait_for_a_prefill_worker_that_falls_asleep(pool):
     assert completion.token_ids == [9]
     assert chosen == {name: 0}, "it did not fail"
     assert reasons == {"remote prefill": 1, "prefill asleep": 1}
+
+
+@pytest.mark.parametrize("needed", [0, 3])
+def test_a_prompt_that_waits_for_a_version_has_not_failed(pool, needed):
+    name = pool.add("prefill")
+    pool.add("decode")
+
+    async def run():
+        async with pool.router(rules=ALWAYS) as router:
+            pool.engines[name].mood = "hung"
+            turn = asyncio.create_task(router.generate(msgspec.structs.replace(REQUEST, min_version=needed)))
+            await asyncio.wait([turn], timeout=MAX_VERSION_WAIT_S)
+            is_over = turn.done()
+            turn.cancel()
+            return is_over
+
+    assert run_virtual(run()) == (not needed)
 
 
 def test_a_turn_is_prefilled_and_handed_over(pool):
