@@ -1,5 +1,6 @@
 """A twin gets weights while its model is in use, swaps them in, and releases the old ones."""
 
+import threading
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -92,3 +93,16 @@ def test_the_old_weights_are_kept_until_they_are_released(model: Tied) -> None:
     twin.release_memory()
     assert all(tensor.numel() == 0 for _, tensor in twin._replaced_tensors())
     assert model.middle.weight.numel() == 16
+
+
+def test_the_next_version_does_not_wait_for_a_delay_of_the_one_before() -> None:
+    from hpcrl.engines.vllm.weight_plugin import BackgroundWork
+
+    done: list[str] = []
+    is_prepared, work = threading.Event(), BackgroundWork()
+    work.run(lambda: done.append("first"))
+    work.run(lambda: done.append("release"), delay_s=threading.TIMEOUT_MAX)
+    work.run(lambda: done.append("next"))
+    work.run(is_prepared.set)
+    assert is_prepared.wait(60.0)
+    assert done == ["first", "release", "next"]

@@ -3,6 +3,7 @@
     register                            the entry point, called by vLLM in each of its processes
     open_source                         the source of versions on a node
     VersionEngine                       the weight-transfer engine
+    BackgroundWork                      its threads
     VersionInitInfo, VersionUpdateInfo  its requests
     PLUGIN_NAME, RELEASE_DELAY_S        constants
 
@@ -20,7 +21,6 @@ possible.
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -53,7 +53,8 @@ from hpcrl.weights.window.file import make_window_key
 
 PLUGIN_NAME = "hpcrl"
 RELEASE_DELAY_S = 1.0
-"""The delay before the memory of the previous version is released: running requests are recomputed first."""
+"""The delay before the memory of the previous version is released, unless another is prepared: running requests are
+recomputed first."""
 log = logging.getLogger("vllm.hpcrl")
 
 
@@ -74,6 +75,33 @@ class VersionUpdateInfo(WeightTransferUpdateInfo):
     """The version to load."""
 
     version: int
+
+
+class BackgroundWork:
+    """Work in threads beside the one that generates, one piece after the other.
+
+    They have normal priority: a nicer thread could be descheduled while it holds the GIL.
+    """
+
+    def __init__(self) -> None:
+        self._newest: tuple[threading.Thread, threading.Event] | None = None
+        """The newest thread, and what ends its delay."""
+
+    def run(self, work: Callable[[], None], *, delay_s: float = 0.0) -> None:
+        """Run `work` after the piece before it, and a delay that the next piece ends."""
+        before, is_next_there = self._newest, threading.Event()
+        if before is not None:
+            before[1].set()
+
+        def run() -> None:
+            if before is not None:
+                before[0].join()
+            is_next_there.wait(delay_s)
+            work()
+
+        thread = threading.Thread(target=run, name="weights", daemon=True)
+        thread.start()
+        self._newest = thread, is_next_there
 
 
 def register() -> None:
@@ -109,8 +137,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._expected = _outline_weights(self.model_config) if self._lora_config is None else None
         self._source: tuple[WorkerPlace, WeightSource] | None = None
         """Kept open, since mapping a window again would delay generation."""
-        self._newest_thread: threading.Thread | None = None
-        """The newest background thread; each waits for the one before."""
+        self._background = BackgroundWork()
         self._ready: tuple[int, Callable[[], Any]] | None = None
         """A version that has been checked, and a function that makes the model use it, or returns its adapters."""
         self._reading = ExitStack()
@@ -118,7 +145,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
 
     def init_transfer_engine(self, init_info: VersionInitInfo) -> None:
         """Start to prepare a version; the answer is written to a file."""
-        self._run_in_background(lambda: self._prepare_and_report(init_info))
+        self._background.run(lambda: self._prepare_and_report(init_info))
 
     def start_weight_update(self) -> None:
         """Do nothing: `receive_weights` does it all."""
@@ -148,21 +175,6 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._ready = None
         with suppress(WeightsError):  # it was overwritten, and is not needed any more
             self._reading.close()
-
-    def _run_in_background(self, work: Callable[[], None]) -> None:
-        """Run `work` in a thread after the previous one.
-
-        It has normal priority: a nicer thread could be descheduled while it holds the GIL.
-        """
-        previous = self._newest_thread
-
-        def run() -> None:
-            if previous is not None:
-                previous.join()
-            work()
-
-        self._newest_thread = threading.Thread(target=run, name="weights", daemon=True)
-        self._newest_thread.start()
 
     def _prepare_and_report(self, info: VersionInitInfo) -> None:
         """Prepare a version and write the answer."""
@@ -204,12 +216,8 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         return self._source[1]
 
     def _use_twin(self, twin: ModelTwin) -> None:
-        def release_memory() -> None:
-            time.sleep(RELEASE_DELAY_S)
-            twin.release_memory()
-
         twin.take_over()
-        self._run_in_background(release_memory)
+        self._background.run(twin.release_memory, delay_s=RELEASE_DELAY_S)
 
     def _load_tensors(self, tensors: Tensors) -> None:
         """Load from where the tensors are stored. After an error the layers are usable again, but of two versions."""

@@ -248,6 +248,8 @@ def _choose_worker(
     """Choose the best of two workers of each kind and the home."""
     preferred_kind = _preferred_kind(turn.domain, role, view)
     kinds = _find_kinds(preferred_kind, role, view)
+    if not kinds:
+        return None
     drawn = [worker for kind in kinds.values() for worker in sample_two(kind, draw=draw)]
     if home is not None and home.is_available and _is_eligible(home, role, kinds, view) and home.name not in refused:
         drawn.append(home)
@@ -283,9 +285,11 @@ def _find_candidates(
         _make_candidate(turn, worker, role, is_suited=preferred_kind in (None, worker.kind), is_home=worker is home)
         for worker in roomy
     ]
-    if home is None or role == "prefill":
+    if home is None or role == "prefill" or all(one.is_home for one in candidates):
         return candidates
-    at_home = _make_candidate(turn, home, role, is_suited=True, is_home=True)
+    at_home = next((one for one in candidates if one.is_home), None)
+    if at_home is None:
+        at_home = _make_candidate(turn, home, role, is_suited=True, is_home=True)
     migration_factor = view.rules.migration_factor if _count_cached_tokens(turn, home) else 1.0
     return [one for one in candidates if one.is_home or should_migrate(at_home, one, migration_factor=migration_factor)]
 

@@ -227,7 +227,9 @@ class TrajectoryTable:
         return kv_keep_s(self._domain(domain).pauses.quantiles, saving_s=saving_s)
 
     def _domain(self, name: str) -> _DomainStats:
-        return self._domains.setdefault(name, _DomainStats())
+        if (known := self._domains.get(name)) is None:
+            known = self._domains[name] = _DomainStats()
+        return known
 
 
 def _update_mean(before: float | None, value: float) -> float:
