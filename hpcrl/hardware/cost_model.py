@@ -12,9 +12,9 @@ The model is a roofline with fitted coefficients (`hpcrl.hardware.gpus.RooflineF
 its error on GPUs that it was not fitted on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from math import log2
 from typing import Any
 
@@ -150,10 +150,22 @@ class WorkerSpeed:
 
     def base_step_s(self, batch: float) -> float:
         """Return the fixed time of a step over `batch` tokens: launching kernels and reading weights."""
-        return self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_stages)
+        return self._find_base_step_s(batch)
+
+    @cached_property
+    def _find_base_step_s(self) -> Callable[[float], float]:
+        """Compute the time, once for each of the usual batches: routers ask again and again."""
+        return lru_cache(maxsize=4096)(
+            lambda batch: self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_stages)
+        )
+
+    @cached_property
+    def _kv_token_s(self) -> float:
+        """The time per token of KV read."""
+        return self.kv_byte_s * self.shape.kv_bytes_per_token
 
     def _kv_s(self, num_kv: float) -> float:
-        return self.kv_byte_s * self.shape.kv_bytes_per_token * num_kv
+        return self._kv_token_s * num_kv
 
 
 @cache

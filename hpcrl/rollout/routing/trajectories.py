@@ -46,6 +46,7 @@ class PauseQuantiles:
 
     quantiles: list[float] = field(default_factory=list)
     """The quantiles; empty until there are enough pauses."""
+    _num_added: int = 0
     _recent: deque[float] = field(default_factory=deque)
     _sorted: list[float] = field(default_factory=list)
 
@@ -54,8 +55,9 @@ class PauseQuantiles:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(seconds)
         insort(self._sorted, seconds)
+        self._num_added += 1
         num = len(self._sorted)
-        if num >= MIN_SAMPLES and num % NUM_QUANTILES == 0:
+        if num >= MIN_SAMPLES and self._num_added % NUM_QUANTILES == 0:
             self.quantiles = [self._sorted[(index + 1) * num // NUM_QUANTILES - 1] for index in range(NUM_QUANTILES)]
 
 
