@@ -17,6 +17,7 @@ from hpcrl.campaign_dir.job_end import JobEnd
 from hpcrl.campaign_dir.paths import CampaignDir, JobDir
 from hpcrl.job import component_holder
 from hpcrl.job.component_holder import ComponentHolder, await_components
+from hpcrl.job.guardian import release_components
 from hpcrl.job.supervision import EndRequests
 from hpcrl.plan.records import read_plan
 from hpcrl.slurm.component_jobs import ComponentLease, read_lease
@@ -258,3 +259,15 @@ def test_a_campaign_of_another_layout_waits_for_nothing(home: Path, tmp_path: Pa
     campaign = CampaignDir(make_private_dir(tmp_path / "d"))
     submission.write_description(campaign, load_request("quickstart", site="lab"))
     assert wait(submission.claim_job(campaign, 0)) is None
+
+
+def test_jobs_that_have_given_their_lease_back_end_before_those_that_are_left_are_cancelled(
+    job: JobDir, slurm: Path
+) -> None:
+    rest = 'test $(grep -c squeue "$0.calls") -gt 2 && exit; echo "101 RUNNING\n102 COMPLETING"'
+    for name, program in (("squeue", rest), ("scancel", "true")):
+        (slurm / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {slurm}/squeue.calls\n{program}\n')
+        (slurm / name).chmod(0o700)
+    release_components(job)
+    made = [row.split()[0] for row in (slurm / "squeue.calls").read_text().splitlines()]
+    assert made == ["squeue", "squeue", "squeue", "scancel"]
