@@ -34,6 +34,7 @@ from bench.campaigns.handovers import HandoverTimes, measure_handovers, median_m
 from bench.campaigns.tasks import ESSAY_TOKENS, MAX_RUNNING, write_recipe
 from bench.figures import Figure, main
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
+from hpcrl.campaign_dir.events import EngineCounted
 from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.node_socket import EngineConnections
@@ -222,18 +223,38 @@ def _await_reward(setting: Setting) -> float:
 
 
 def _measure_essay(setting: Setting) -> list[Figure]:
-    shares = []
+    shares, crowded, waiting = [], [], []
     for _ in range(setting.num_rounds):
         with _campaign(setting, "essay") as campaign:
             campaign.await_steps(WARM_STEPS)
             _, first_step = _measure_steps(campaign, setting.seconds)
             trained = _count_trained(campaign, first_step)
-            endpoint = campaign.read_endpoint()
+            endpoint, counted = campaign.read_endpoint(), campaign.list_events(EngineCounted)[-1]
             campaign.suspend_all_but_engines()
             alone = _measure_engine(endpoint, setting.seconds)
+            with _keep_cores_busy():
+                beside = _measure_engine(endpoint, setting.seconds)
         shares.append(trained / alone)
+        waiting.append(counted.waiting / (counted.running + counted.waiting))
+        crowded.append(beside / alone)
     name = f"64-token answers: trained tokens/s / engine alone ({setting.backend})"
-    return [Figure(name=name, value=statistics.median(shares), bar=BAR_TOKENS)]
+    return [
+        Figure(name=name, value=statistics.median(shares), bar=BAR_TOKENS),
+        Figure(name="the same: turns at the engine that wait, most for a version", value=statistics.median(waiting)),
+        Figure(name="the same: an engine beside a loop on each core but one", value=statistics.median(crowded)),
+    ]
+
+
+@contextlib.contextmanager
+def _keep_cores_busy() -> Iterator[None]:
+    """Run a loop on each core but one: a training process would take as much from an engine if it cost nothing else."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range((os.cpu_count() or 2) - 1)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def _count_trained(campaign: MeasuredCampaign, first_step: int) -> float:
