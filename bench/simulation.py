@@ -3,7 +3,7 @@
     scale      3,072 GPUs, 60 steps, prompts of 12,000 tokens, lognormal lengths: CPU time, memory, waste
     campaigns  real campaigns with simulated engines (site local, or the lab with `--site lab`: real processes, files,
                HTTP), and the same recipes in the simulator, which plays the episodes that they recorded: time of a
-               step, busy share of the engines
+               step, busy share of the engines, share of the places for episodes that are taken
 
 `--only NAME` runs one of them, `--recipe NAME` one of the campaigns. Campaigns run until their last step; the first
 step, in which a campaign starts up, does not count. Episodes, the times of a training step, of the hand-overs and of
@@ -119,13 +119,16 @@ num_jobs = 20
 HPCRL = (sys.executable, "-m", "hpcrl.cli")
 SMALL = ("engine.backend=sim", "engine.sim.speed=0.004", "rollout.max_new_tokens=16", "train.num_steps=12")
 CAMPAIGNS: dict[str, tuple[str, ...]] = {
-    "sync": ("rollout.mode=sync",),
-    "async, lag 1": ("rollout.max_lag=1",),
-    "async, lag 4": ("rollout.max_lag=4", "rollout.max_running=256"),
-    "one step off": ("rollout.mode=one-step-off",),
-    "redundant": ("rollout.redundancy=4", "rollout.late_after_s=0"),
+    "sync": ("quickstart", "rollout.mode=sync"),
+    "async, lag 1": ("quickstart", "rollout.max_lag=1"),
+    "async, lag 4": ("quickstart", "rollout.max_lag=4", "rollout.max_running=256"),
+    "one step off": ("quickstart", "rollout.mode=one-step-off"),
+    "redundant": ("quickstart", "rollout.redundancy=4", "rollout.late_after_s=0"),
+    "arithmetic": ("arithmetic",),
+    "questions": ("questions", "evaluation.every_versions=0"),
+    "taxi": ("taxi",),
 }
-"""Settings of recipe quickstart."""
+"""Recipes and settings."""
 
 
 class RealFigures(NamedTuple):
@@ -134,6 +137,8 @@ class RealFigures(NamedTuple):
     step_s: float
     busy_share: float
     """The share of the time in which the engine that decodes had a turn."""
+    places: float
+    """The share of the places for episodes that were taken."""
 
 
 def measure(full: bool, arguments: argparse.Namespace) -> list[Figure]:
@@ -177,31 +182,37 @@ def _measure_campaigns(names: list[str], site: str) -> list[Figure]:
 
 def _compare_campaign(name: str, site: str) -> list[Figure]:
     """Run a campaign and simulate it."""
-    settings = (*SMALL, *CAMPAIGNS[name])
+    recipe, *own = CAMPAIGNS[name]
+    settings = (*SMALL, *own)
     campaign = f"bench-simulation-{time.time_ns()}"
     words = [word for setting in settings for word in ("-s", setting)]
     subprocess.run(
-        [*HPCRL, "submit", "quickstart", "--site", site, "--name", campaign, "--watch", *words],
+        [*HPCRL, "submit", recipe, "--site", site, "--name", campaign, "--watch", *words],
         check=True,
         stdout=subprocess.DEVNULL,
     )
     root = directory.find_campaign(campaign).root
     measured = MeasuredCampaign(home=root.parents[1], site=site, name=campaign)
-    request = load_request("quickstart", site=site, settings=settings)
+    request = load_request(recipe, site=site, settings=settings)
     simulated = simulate_campaign(
         request, find_sizes(request), read_campaign_traces(campaign), _measure_settings(measured)
     )
-    real = _read_real(measured)
+    real = _read_real(measured, num_places=request.recipe.rollout.max_running)
     subprocess.run([*HPCRL, "rm", campaign, "--yes"], check=True, stdout=subprocess.DEVNULL)
     return _list_errors(name, real, simulated)
 
 
-def _read_real(campaign: MeasuredCampaign) -> RealFigures:
+def _read_real(campaign: MeasuredCampaign, *, num_places: int) -> RealFigures:
     """Return what a campaign took from the end of its first step to that of its last."""
     steps = campaign.list_steps()
     first, last = steps[0].time, steps[-1].time
+    played_s = sum(
+        max(0.0, min(facts.created, last) - max(_find_start(facts), first)) for facts in _read_episodes(campaign)
+    )
     return RealFigures(
-        step_s=(last - first) / (len(steps) - 1), busy_share=_measure_busy_share(_list_turns(campaign), first, last)
+        step_s=(last - first) / (len(steps) - 1),
+        busy_share=_measure_busy_share(_list_turns(campaign), first, last),
+        places=played_s / (last - first) / num_places,
     )
 
 
@@ -265,6 +276,7 @@ def _read_episodes(campaign: MeasuredCampaign) -> list[Trajectory]:
 def _list_errors(name: str, real: RealFigures, simulated: SimulationResult) -> list[Figure]:
     step = abs((simulated.step_s or 0.0) / real.step_s - 1)
     busy = abs(simulated.utilisation["decode"] - real.busy_share)
+    places = abs(simulated.utilisation["places"] - real.places)
     return [
         Figure(name=f"{name}: step time, real", value=real.step_s, unit="s"),
         Figure(name=f"{name}: step time, simulated", value=simulated.step_s or 0.0, unit="s"),
@@ -272,6 +284,9 @@ def _list_errors(name: str, real: RealFigures, simulated: SimulationResult) -> l
         Figure(name=f"{name}: engines' busy share, real", value=real.busy_share, unit=""),
         Figure(name=f"{name}: engines' busy share, simulated", value=simulated.utilisation["decode"], unit=""),
         Figure(name=f"{name}: error of the engines' busy share", value=busy, unit="", bar=BAR_ERROR, better="lower"),
+        Figure(name=f"{name}: places taken, real", value=real.places, unit=""),
+        Figure(name=f"{name}: places taken, simulated", value=simulated.utilisation["places"], unit=""),
+        Figure(name=f"{name}: error of the places taken", value=places, unit="", bar=BAR_ERROR, better="lower"),
     ]
 
 

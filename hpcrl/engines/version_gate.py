@@ -10,9 +10,10 @@ would wait for its end.
 """
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncGenerator, Callable
 
-from hpcrl.engines.base import Completion, GenerateRequest
+from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, convert_to_chunk
 
 MAX_VERSION_WAIT_S = 300.0
 """The time after which a turn starts with whatever version there is: an engine that cannot load one continues.
@@ -56,6 +57,17 @@ class VersionGate:
             return True
         finally:
             del self._waiting[may_start]
+
+    async def stream(
+        self, request: GenerateRequest, open_stream: Callable[[GenerateRequest], AsyncGenerator[CompletionChunk, None]]
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Wait like `pass_through`, then yield the chunks of the turn."""
+        if not await self.pass_through(request):
+            yield convert_to_chunk(make_aborted_completion())
+            return
+        async with contextlib.aclosing(open_stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def _end_waits(self, is_over: Callable[[GenerateRequest], bool], *, may_start: bool) -> None:
         for waiting, request in self._waiting.items():

@@ -158,6 +158,9 @@ class SimEngine:
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         check_asks_for_tokens(request)
+        return self._gate.stream(request, self._stream_now)
+
+    def _stream_now(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         row = self._admit_request(request, max_new_tokens=request.max_new_tokens)
         prepare = partial(self._prepare_kv, row, request)
         return self._request_loop.stream(

@@ -131,9 +131,12 @@ class VllmEngine:
         used = _count_handed_over(answer, request.kv) if transfer else 0
         return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
 
-    async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the chunks of a turn with the version in use; at the end they are compared with vLLM's versions."""
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         check_asks_for_tokens(request)
+        return self._gate.stream(request, self._stream_now)
+
+    async def _stream_now(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Yield the chunks of a turn with the version in use; at the end they are compared with vLLM's versions."""
         streamed_versions: list[int] = []
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = await self._receive_handover(request.kv)

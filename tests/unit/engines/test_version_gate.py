@@ -56,6 +56,23 @@ def test_a_turn_is_generated_with_the_version_that_it_needs(engine: EmbeddedEngi
     assert asyncio.run(run()) == ([0, 0], [3, 3], True)
 
 
+def test_a_streamed_turn_waits_for_its_version_too(engine: EmbeddedEngine | SimEngine) -> None:
+    async def collect(request: GenerateRequest) -> tuple[list[int], str | None]:
+        chunks = [chunk async for chunk in engine.stream(request)]
+        return [version for chunk in chunks for version in chunk.versions], chunks[-1].finish_reason
+
+    async def run() -> list[tuple[list[int], str | None]]:
+        async with engine:
+            needing, gone = (asyncio.create_task(collect(turn(name, min_version=3))) for name in ("new", "gone"))
+            await asyncio.sleep(0)
+            old = await collect(turn("old"))
+            await engine.abort("gone")
+            await engine.load_version(3)
+            return [old, await needing, await gone]
+
+    assert asyncio.run(run()) == [([0, 0], "length"), ([3, 3], "length"), ([], "aborted")]
+
+
 def test_a_prompt_is_computed_with_the_version_that_it_needs(engine: EmbeddedEngine | SimEngine) -> None:
     async def run() -> int:
         async with engine:

@@ -470,6 +470,15 @@ def test_only_answered_calls_use_up_turns(template):
     assert (refusal, num_ids) == ("POST /v1/chat/completions: no token of it exists", 3)
 
 
+def test_only_the_first_call_waits_for_the_version_that_the_episode_needs(template):
+    async def body(client):
+        for _ in range(3):
+            await chat(client)
+        return [request.min_version for request in client.policy.requests]
+
+    assert on(template, body, "a<eos>", "a<eos>", "a<eos>", needed_version=5, newest_version=lambda: 5) == [5, 0, 0]
+
+
 def test_a_stale_episode_is_refused_and_over(template):
     newest = itertools.chain([0, 0], itertools.repeat(2))
 
