@@ -29,6 +29,7 @@ from bench.campaigns.handovers import find_start, measure_handovers
 from bench.figures import Figure, main
 from hpcrl.campaign import directory
 from hpcrl.campaign.request import load_request
+from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
 from hpcrl.simulation.recorded import read_campaign_traces
 from hpcrl.simulation.result import SimulationResult
@@ -206,14 +207,20 @@ def _read_real(campaign: MeasuredCampaign, *, num_places: int) -> RealFigures:
     """Return what a campaign took from the end of its first step to that of its last."""
     steps = campaign.list_steps()
     first, last = steps[0].time, steps[-1].time
-    played_s = sum(
-        max(0.0, min(facts.created, last) - max(_find_start(facts), first)) for facts in _read_episodes(campaign)
-    )
     return RealFigures(
         step_s=(last - first) / (len(steps) - 1),
         busy_share=_measure_busy_share(_list_turns(campaign), first, last),
-        places=played_s / (last - first) / num_places,
+        places=_count_running(campaign, first, last) / num_places,
     )
+
+
+def _count_running(campaign: MeasuredCampaign, first: float, last: float) -> float:
+    """Return how many episodes ran on average, by what env workers report once a second."""
+    counts: dict[str, list[int]] = {}
+    for event in campaign.list_events(EpisodesCounted):
+        if first <= event.time <= last:
+            counts.setdefault(event.worker, []).append(event.running)
+    return sum(map(fmean, counts.values()))
 
 
 def _measure_busy_share(turns: list[tuple[float, float]], first: float, last: float) -> float:
