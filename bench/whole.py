@@ -237,12 +237,14 @@ def _measure_essay(setting: Setting) -> list[Figure]:
             with _keep_cores_busy():
                 beside = _measure_engine(endpoint, setting.seconds)
         shares.append(trained / alone)
-        waiting.append(counted.waiting / (counted.running + counted.waiting))
+        waiting.append(counted.waiting / max(counted.running + counted.waiting, 1.0))
         crowded.append(beside / alone)
     name = f"64-token answers: trained tokens/s / engine alone ({setting.backend})"
     return [
         Figure(name=name, value=statistics.median(shares), bar=BAR_TOKENS),
-        Figure(name="the same: turns at the engine that wait, most for a version", value=statistics.median(waiting)),
+        Figure(
+            name="the same: turns at the engine that wait, for a version or a place", value=statistics.median(waiting)
+        ),
         Figure(name="the same: an engine beside a loop on each core but one", value=statistics.median(crowded)),
     ]
 

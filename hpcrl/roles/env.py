@@ -385,6 +385,7 @@ def _make_runner(
     player = _make_player(
         context,
         policy,
+        router=router,
         layout=layout,
         template=template,
         task_queue=task_queue,
@@ -419,6 +420,7 @@ def _make_player(
     context: WorkerContext,
     policy: CountingPolicy,
     *,
+    router: Router,
     layout: ConversationLayout | None,
     template: ChatTemplate | None,
     task_queue: TaskQueue,
@@ -443,6 +445,7 @@ def _make_player(
         producer=context.name,
         read_answer=read_answer,
         proxy=proxy,
+        engine_versions=router.versions,
         find_needed_version=admission.find_needed_version,
     )
 

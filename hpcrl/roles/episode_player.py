@@ -4,17 +4,20 @@ EpisodePlayer   plays episodes of training
 HeldOutPlayer   plays and scores episodes of evaluations
 """
 
+import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from hpcrl.config.recipe import DomainConfig, Recipe
+from hpcrl.engines.version_gate import MAX_VERSION_WAIT_S
 from hpcrl.envs.base import Env, TaskEnv, choose_seed, is_program_domain, make_program
 from hpcrl.errors import EnvFault
+from hpcrl.roles.context import ROLE_ROUND_INTERVAL_S
 from hpcrl.rollout.agents.program import run_program
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import ConversationLayout, EpisodeLimits, run_episode
@@ -29,6 +32,14 @@ from hpcrl.spool.record import Trajectory
 
 def _need_none(_: int) -> int:
     return 0
+
+
+async def await_version(engine_versions: Callable[[], Sequence[int]], version: int) -> None:
+    """Wait until an engine has a version, for a while: the time limits of a program go on while its calls wait."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(MAX_VERSION_WAIT_S):
+            while max(engine_versions(), default=version) < version:
+                await asyncio.sleep(ROLE_ROUND_INTERVAL_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,8 @@ class EpisodePlayer:
     """Finds thoughts, for environments that leave them out of later prompts."""
     proxy: ModelProxy | None
     """The endpoint for agent programs, if there are any."""
+    engine_versions: Callable[[], Sequence[int]] = list
+    """Returns the versions that engines have."""
     find_needed_version: Callable[[int], int] = _need_none
     """Returns the version that an episode for training needs which starts while a version is the newest."""
 
@@ -95,6 +108,7 @@ class EpisodePlayer:
             task = msgspec.structs.replace(task, seed=choose_seed(task.seed, self.read_fields(task)))
         if is_program_domain(domain):
             assert self.proxy is not None
+            await await_version(self.engine_versions, needed_version)
             return await run_program(
                 task,
                 index=index,

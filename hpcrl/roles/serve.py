@@ -8,8 +8,8 @@
     WeightFollower     keep an engine at the newest version
     LoadReporter       report the load of an engine
     EngineWork         note whether it generates
-    FAULT_PAUSE_S, MAX_BEHIND_S, LEAST_BYTES_PER_S, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S, MAX_LOADS_PER_S,
-    IDLE_REPORT_INTERVAL_S, WORK_INTERVAL_S   constants
+    FAULT_PAUSE_S, MAX_BEHIND_S, LEAST_BYTES_PER_S, STALL_SHARE, LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S,
+    MAX_LOADS_PER_S, IDLE_REPORT_INTERVAL_S, WORK_INTERVAL_S   constants
 
 A prefill worker computes the KV of prompts and hands it to decode workers. A decode worker generates tokens, from that
 KV or from its own prefill; where the plan has no prefill workers it always is its own.
@@ -66,9 +66,10 @@ if TYPE_CHECKING:
 
 
 FAULT_PAUSE_S = 1.0
-MAX_BEHIND_S, LEAST_BYTES_PER_S = 30.0, 0.5e9
-"""An engine that lags behind a published version for longer than the first, and than its bytes take at this rate, asks
-for files: half a terabyte takes minutes to get into a window and to all nodes."""
+MAX_BEHIND_S, LEAST_BYTES_PER_S, STALL_SHARE = 30.0, 0.5e9, 1 / 3
+"""An engine that has loaded nothing for longer than the first, and than the bytes of a version take at this rate, asks
+for files: half a terabyte takes minutes to get into a window and to all nodes. Soon after this share of the time after
+which a job without progress ends, it asks in any case."""
 LOAD_SAMPLE_INTERVAL_S, LOAD_REPORT_INTERVAL_S = 1.0, 10.0
 MAX_LOADS_PER_S = 20
 """The load reports of all engines of a role together: of very many, each reports more rarely."""
@@ -363,7 +364,8 @@ class WeightFollower:
         self._wakeups = wakeups
         self._loaded = -1
         self._behind_since: float | None = None
-        self._max_behind_s = MAX_BEHIND_S + compute_version_bytes(context.recipe) / LEAST_BYTES_PER_S
+        travel_s = min(compute_version_bytes(context.recipe) / LEAST_BYTES_PER_S, STALL_SHARE * context.stall_s)
+        self._max_behind_s = MAX_BEHIND_S + travel_s
         self._sender = context.make_sender("env")
         weights = context.campaign.weights
         self._work = EngineWork(has_tokens=context.role != "prefill")
@@ -413,7 +415,7 @@ class WeightFollower:
                 if not self._context.draining:  # a trainer that has ended leaves no window behind
                     self._context.events.emit(FaultReported(what="weights", detail=str(error)))
             return
-        self._loaded = manifest.version
+        self._loaded, self._behind_since = manifest.version, None
         self._sender.wake()
         wall_s = round(time.monotonic() - started, 4)
         self._context.events.emit(VersionLoaded(version=manifest.version, wall_s=wall_s, stall_s=round(stall_s, 4)))

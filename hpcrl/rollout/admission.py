@@ -257,11 +257,10 @@ class AdmissionControl:
     def _estimate_ahead(self, num_in_flight: int, *, num_waiting: int, max_groups: int) -> int:
         """Return how many groups of all workers are ahead of one that starts now.
 
-        What the others run is not known here: they are taken to run all groups that they may.
+        What the others run is not known here: they are taken to run all groups that stay fresh. Where `max_running`
+        allows fewer, some run nevertheless: a group is open until its last episode ends, and others start before.
         """
-        rollout = self._rollout
-        room = rollout.max_running // rollout.episodes_per_group
-        running = max(0, min(max_groups - num_waiting, room))
+        running = max(0, max_groups - num_waiting)
         return num_waiting + num_in_flight + running - self._own_share(running)
 
     def _count_room(self, groups: EpisodeGroups) -> int:

@@ -117,7 +117,7 @@ class InFlightVersions:
     def __init__(self) -> None:
         self._episodes: dict[str, tuple[InFlightState, int]] = {}
         self._unseen: set[str] = set()
-        """Those of which no turn has ended."""
+        """Episodes of which no turn has ended."""
         self._counts: dict[InFlightState, Counter[int]] = {
             "running": Counter(),
             "kept": Counter(),

@@ -235,7 +235,8 @@ class SimulatedCampaign:
     def _publish(self, version: int) -> None:
         shape, stall_s, travel_s = self.sizes.shape, self.settings.stall_s, self.settings.travel_s
         delay_s = self.settings.load_s + (self.sizes.estimate_travel_s() if travel_s is None else travel_s)
-        bytes_s = shape.num_params * shape.weight_bytes / LINK_BYTES_PER_S
+        loaded_bytes = shape.num_params * shape.weight_bytes  # or what is published, if that is less: adapters
+        bytes_s = min(loaded_bytes, self.sizes.version_bytes or loaded_bytes) / LINK_BYTES_PER_S
         for name, engine in self.engines.items():
             size = self.sizes.roles[parse_role(name)]
             pause_s = bytes_s / size.gpus_each * self._time_scale if stall_s is None else stall_s

@@ -102,6 +102,7 @@ class EpisodeRun:
     id: str
     script: EpisodeScript
     start_version: int
+    needed_version: int = 0
     turn: int = 0
     num_context: int = 0
     num_generated: int = 0
@@ -326,6 +327,8 @@ class SimulatedEnvWorker:
 
     def _reset(self, run: EpisodeRun) -> None:
         self.num_in_env += 1
+        if not run.attempt:
+            run.needed_version = self._admission.find_needed_version(self._links.training.version)
         self._queue.call_later(run.script.reset_s, lambda: self._start_attempt(run))
 
     def _start_attempt(self, run: EpisodeRun) -> None:
@@ -352,7 +355,7 @@ class SimulatedEnvWorker:
             max_new_tokens=turn.num_reply,
             trajectory=run.id,
             domain=run.task.domain,
-            min_version=0 if run.turn else self._admission.find_needed_version(self._links.training.version),
+            min_version=0 if run.turn else run.needed_version,
         )
         run.state = self.router.trajectories.start_turn(run.request, now=self._queue.now)
         run.asked_at = self._queue.now

@@ -126,7 +126,10 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
         return replace(found, notes=(*found.notes, *_note_travel(found)))
     unit = _count_replica_gpus(request.recipe.train)
     scaled = _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
-    return replace(scaled, notes=(*scaled.notes, *_note_large_partitions(scaled, request), *_note_travel(scaled)))
+    unchecked = f"the memory of workers is not checked for {num_gpus} GPUs: `hpcrl plan` does that for a recipe's sizes"
+    return replace(
+        scaled, notes=(*scaled.notes, unchecked, *_note_large_partitions(scaled, request), *_note_travel(scaled))
+    )
 
 
 def _note_travel(sizes: CampaignSizes) -> list[str]:

@@ -6,11 +6,12 @@ release_interrupts    answer Ctrl-C again, in that program: one that was held ba
 INTERRUPT_GRACE_S     the time in which a program that was started ends after Ctrl-C, or is killed
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, NoReturn
 
 INTERRUPT_GRACE_S = 5.0
@@ -32,19 +33,42 @@ def run_process(
     """Run another program to its end and return its return code.
 
     A terminal sends Ctrl-C to both. The program answers it once it has called `release_interrupts`; one that has not
-    ended by then, mostly as it still imports, is killed.
+    ended by then, mostly as it still imports, is killed. SIGTERM and SIGHUP end both.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with subprocess.Popen(words, env=environment, stdout=stdout) as process:
             try:
                 release_interrupts()
-                return process.wait()
+                with _raise_end_signals():
+                    return process.wait()
             except KeyboardInterrupt:
+                _end_process(process)
+                raise
+            except SystemExit:
+                process.terminate()
                 _end_process(process)
                 raise
     finally:
         release_interrupts()
+
+
+@contextlib.contextmanager
+def _raise_end_signals() -> Iterator[None]:
+    """Let signals that would end this process at once raise SystemExit; those that are ignored stay so."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    known = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    default = [number for number, handler in known.items() if handler is signal.SIG_DFL]
+    for number in default:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in default:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _end_process(process: "subprocess.Popen[bytes]") -> None:

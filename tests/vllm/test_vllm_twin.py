@@ -96,10 +96,10 @@ def test_the_old_weights_are_kept_until_they_are_released(model: Tied) -> None:
 
 
 def test_the_next_version_does_not_wait_for_a_delay_of_the_one_before() -> None:
-    from hpcrl.engines.vllm.weight_plugin import BackgroundWork
+    from hpcrl.engines.vllm.weight_plugin import UpdateThreads
 
     done: list[str] = []
-    is_prepared, work = threading.Event(), BackgroundWork()
+    is_prepared, work = threading.Event(), UpdateThreads()
     work.run(lambda: done.append("first"))
     work.run(lambda: done.append("release"), delay_s=threading.TIMEOUT_MAX)
     work.run(lambda: done.append("next"))

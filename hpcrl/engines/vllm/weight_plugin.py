@@ -3,7 +3,7 @@
     register                            the entry point, called by vLLM in each of its processes
     open_source                         the source of versions on a node
     VersionEngine                       the weight-transfer engine
-    BackgroundWork                      its threads
+    UpdateThreads                       its threads
     VersionInitInfo, VersionUpdateInfo  its requests
     PLUGIN_NAME, RELEASE_DELAY_S        constants
 
@@ -77,7 +77,7 @@ class VersionUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
-class BackgroundWork:
+class UpdateThreads:
     """Work in threads beside the one that generates, one piece after the other.
 
     They have normal priority: a nicer thread could be descheduled while it holds the GIL.
@@ -137,7 +137,7 @@ class VersionEngine(WeightTransferEngine[VersionInitInfo, VersionUpdateInfo]):
         self._expected = _outline_weights(self.model_config) if self._lora_config is None else None
         self._source: tuple[WorkerPlace, WeightSource] | None = None
         """Kept open, since mapping a window again would delay generation."""
-        self._background = BackgroundWork()
+        self._background = UpdateThreads()
         self._ready: tuple[int, Callable[[], Any]] | None = None
         """A version that has been checked, and a function that makes the model use it, or returns its adapters."""
         self._reading = ExitStack()

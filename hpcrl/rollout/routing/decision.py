@@ -397,6 +397,8 @@ def _choose_prefill(
     chosen = _choose_worker(turn, "prefill", view, home=home, draw=draw, refused=())
     if chosen is None:
         return None, "no prefill endpoint"
+    if view.workers[chosen.worker].version < turn.min_version <= decode.version:
+        return None, "prefill stays"  # the turn would wait for weights there, and the KV of older ones is of no use
     if choice == "auto" and not remote_prefill_is_faster(
         decode_speed=decode.speed,
         prefill_speed=view.workers[chosen.worker].speed,

@@ -17,6 +17,7 @@ from hpcrl.hardware.cost_model import ModelShape, estimate_speed
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.learn.evaluations import EvaluationStore
 from hpcrl.roles.env import make_env_worker
+from hpcrl.roles.episode_player import await_version
 from hpcrl.rollout.journal import TaskJournal
 from hpcrl.rollout.rollout_spool import RolloutSpool
 from hpcrl.rollout.routing.router import Router
@@ -277,3 +278,20 @@ def test_the_seed_of_a_row_is_that_of_its_task(tmp_path, groups_ahead):
     assert {seed for seed, task in seen} == {70, 71}
     assert all(task == {"seed": seed, "n": seed - 69} for seed, task in seen)
     assert {json.loads(packed.facts)["seed"] for packed in stage.spool.durable} == {70, 71}
+
+
+def test_programs_start_once_an_engine_has_the_version_that_they_need():
+    versions = [0, 0]
+
+    async def run() -> bool:
+        waiting = asyncio.create_task(await_version(lambda: versions, 2))
+        await asyncio.sleep(1.0)
+        is_early = waiting.done()
+        versions[1] = 2
+        await waiting
+        await await_version(list, 2)  # without engines there is none to wait for
+        versions[1] = 0
+        await await_version(lambda: versions, 2)  # after a while it starts anyway
+        return is_early
+
+    assert not run_virtual(run())

@@ -1,6 +1,8 @@
 """Weights that an engine cannot load: a fault, except where the job is about to end."""
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -38,6 +40,11 @@ class BrokenEngine:
 
     async def load_figures(self) -> LoadFigures:
         raise EngineError("no answer")
+
+
+class LoadingEngine(BrokenEngine):
+    async def load_version(self, version: int) -> float:
+        return 0.0
 
 
 class EmptySource:
@@ -83,6 +90,28 @@ def test_a_version_that_is_late_for_its_size_is_asked_for_as_files(tmp_path, mon
 
     asyncio.run(run())
     assert read_transport(campaign.weights).name == transport
+
+
+def test_an_engine_that_loads_each_version_late_asks_for_no_files(tmp_path, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(serve, "MAX_BEHIND_S", 10.0)
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    campaign = CampaignDir(tmp_path)
+    for directory in (campaign.events, campaign.weights, campaign.job(0).root):
+        make_private_dir(directory)
+    write_transport(campaign.weights, Transport(name="mpi", reason="couriers serve"))
+    context = make_worker_context(campaign, "decode", make_recipe())
+    follower = WeightFollower(LoadingEngine(), EmptySource(), context, wakeups=WakeEvent())
+
+    async def run() -> None:
+        for version in range(1, 20):
+            announce_version(campaign.weights, WeightVersion(version=version, step=version))
+            follower._check_lag()
+            await follower.load(VersionManifest(version=version - 1, step=version - 1, checksums={}, created=0.0))
+
+    asyncio.run(run())
+    assert next(clock) > 40
+    assert read_transport(campaign.weights).name == "mpi"
 
 
 def test_the_load_of_an_engine_is_one_event_a_window():

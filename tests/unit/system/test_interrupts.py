@@ -70,3 +70,19 @@ def test_an_interrupt_ends_a_program_that_imports_and_lets_one_that_works_end_in
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, b"up\n" + out, err) == (130, printed, b"")
+
+
+SLEEPING = "import os, time; print(os.getpid(), flush=True); time.sleep(3600)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_starter_ends_its_program(number: signal.Signals) -> None:
+    command = [sys.executable, "-c", STARTER, SLEEPING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        program = int(process.stdout.readline())
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, b"")
+    with pytest.raises(ProcessLookupError):
+        os.kill(program, 0)

@@ -160,6 +160,19 @@ def test_a_turn_that_needs_a_version_goes_to_the_workers_that_have_it(pool, role
     assert (served[behind], served[current]) == (0, 8)
 
 
+@pytest.mark.parametrize(("version", "num_prefilled"), [(0, 1), (3, 0)])
+def test_a_prompt_goes_to_no_prefill_worker_that_is_behind_its_decode_worker(pool, version, num_prefilled):
+    behind, decode = pool.add("prefill"), pool.add("decode")
+
+    async def run():
+        pool.connect(next(one for one in pool.endpoints.poll() if one.worker == decode)).version = version
+        async with pool.router(rules=ALWAYS) as router:
+            await router.generate(msgspec.structs.replace(REQUEST, min_version=3))
+
+    asyncio.run(run())
+    assert len(pool.engines[behind].prefilled) == num_prefilled
+
+
 def test_a_turn_does_not_wait_for_a_prefill_worker_that_falls_asleep(pool):
     name = pool.add("prefill")
     pool.add("decode")
