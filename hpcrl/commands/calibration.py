@@ -47,7 +47,7 @@ from hpcrl.hardware.speed_fit import (
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.system.files import find_input, is_table_path
+from hpcrl.system.files import find_input, guess_table_fault, is_table_path
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.terminal import print_json, print_line, show_wait
 
@@ -204,18 +204,22 @@ def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] =
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}): give the name of a campaign, or a CSV file of measured servers"
         ) from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text in UTF-8: save it as CSV in UTF-8") from error
+    except csv.Error as error:
         raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not found.points and not found.left_out:
         raise ConfigError(f"{path} has no rows below its header: give a row for each measurement")
     return found
 
 
-def _match_columns(path: Path, given: Iterable[str]) -> dict[str, str | None]:
+def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str | None]:
     known = set(given)
     names = {key: next((name for name in column.names if name in known), None) for key, column in CSV_COLUMNS.items()}
     missing = [key for key, column in CSV_COLUMNS.items() if names[key] is None and column.default is None]
     if missing:
+        if fault := guess_table_fault(list(given)):
+            raise ConfigError(f"{path} {fault}")
         raise ConfigError(
             f"{path} has no column {', '.join(map(repr, missing))}: it has {', '.join(sorted(known)) or 'none'}, and "
             f"needs {', '.join(key for key, column in CSV_COLUMNS.items() if column.default is None)}"

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import find_input
+from hpcrl.system.files import find_input, guess_table_fault
 from hpcrl.system.terminal import print_note
 
 CHARS_PER_TOKEN = 4
@@ -126,11 +126,8 @@ def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:
     return mean * exp(draw.gauss(-sigma * sigma / 2, sigma)) if mean else 0.0
 
 
-def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScript]:
-    """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be.
-
-    With `skips_invalid` calls with such values are left out.
-    """
+def _read_rows(path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, str]]]]:
+    """Return the names of the columns, and the rows with their lines."""
     try:
         with find_input(path).open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
@@ -138,10 +135,21 @@ def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScrip
             rows = [(number, row) for number, row in enumerate(reader, 2)]
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give a CSV file of recorded episodes") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not a text in UTF-8: save it as CSV in UTF-8") from error
+    except csv.Error as error:
         raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not rows:
         raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
+    return names, rows
+
+
+def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScript]:
+    """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be.
+
+    With `skips_invalid` calls with such values are left out.
+    """
+    names, rows = _read_rows(path)
     rows = _drop_repeated(path, rows)
     calls = []
     for number, row in rows:
@@ -220,6 +228,8 @@ def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str]:
     if twice := [name for name, num in Counter(given).items() if num > 1]:
         raise ConfigError(f"{path} has two columns {twice[0]!r}: give each name once")
     if missing := [" or ".join(TRACE_COLUMNS[key]) for key, name in found.items() if name is None]:
+        if fault := guess_table_fault(given):
+            raise ConfigError(f"{path} {fault}")
         raise ConfigError(
             f"{path} has no column {', '.join(missing)}: it has {', '.join(given) or 'none'}; a file of traces has a "
             f"row for each call of the model, with {', '.join(' or '.join(names) for names in TRACE_COLUMNS.values())}"

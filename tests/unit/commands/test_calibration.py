@@ -87,6 +87,8 @@ def test_a_model_may_be_given_by_its_config(tmp_path):
     ("text", "refusal"),
     [
         ("", "has no column 'gpu', 'model', 'batch'"),
+        ('{"gpu": "h100"}\n', "seems to be JSON: give CSV"),
+        ("gpu\tmodel\tbatch\n", "has its columns not separated by commas"),
         ("gpu,model,batch\nh100,m,1\n", "has no column 'prompt_tokens', 'reply_tokens', 'token_ms'"),
         (f"{HEADER}\n", "has no rows below its header"),
         (f"{HEADER}\n,Qwen/Qwen3-8B,bf16,1,4,100,100,8\n", "line 2: column 'gpu' is empty"),

@@ -568,6 +568,8 @@ def test_recorded_calls_become_turns(tmp_path):
     ("text", "refusal"),
     [
         ("", "has no column session or episode, t_s, prompt_tokens or input_chars"),
+        ('{"session": 1, "t_s": 0}\n', "seems to be JSON: give CSV"),
+        ("session;t_s;prompt_tokens;reply_tokens\n", "has its columns not separated by commas"),
         ("session,t_s\n0,0\n", "has no column prompt_tokens or input_chars, reply_tokens or output_chars"),
         ("session,t_s,prompt_tokens,reply_tokens\n", "has no rows below its header"),
         (TRACES + "2,-1,10,10\n", "line 5: t_s = '-1': give a number, 0 or more"),
