@@ -47,7 +47,8 @@ from hpcrl.hardware.speed_fit import (
 )
 from hpcrl.monitor.count_lines import drop_superseded
 from hpcrl.plan.records import read_plan, read_recipe, read_site
-from hpcrl.system.files import find_input, guess_table_fault, is_table_path
+from hpcrl.system.csv_tables import guess_table_fault, refuse_bad_table
+from hpcrl.system.files import find_input, is_table_path
 from hpcrl.system.json_records import decode_record
 from hpcrl.system.terminal import print_json, print_line, show_wait
 
@@ -193,7 +194,7 @@ def measure_group(points: Sequence[ServingPoint], fit: RooflineFit, *, held_out:
 def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] = GPU_CATALOGUE.get) -> MeasuredServers:
     """Read measured servers; refuse a file that lacks columns or rows, or has values that cannot be."""
     try:
-        with find_input(path).open(newline="", encoding="utf-8-sig") as file:
+        with find_input(path).open(newline="", encoding="utf-8-sig") as file, refuse_bad_table(path):
             reader = csv.DictReader(file)
             names = _match_columns(path, reader.fieldnames or ())
             found = MeasuredServers(source=str(path))
@@ -204,10 +205,6 @@ def read_serving_csv(path: Path, *, find_gpu: Callable[[str], GpuModel | None] =
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}): give the name of a campaign, or a CSV file of measured servers"
         ) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text in UTF-8: save it as CSV in UTF-8") from error
-    except csv.Error as error:
-        raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
     if not found.points and not found.left_out:
         raise ConfigError(f"{path} has no rows below its header: give a row for each measurement")
     return found
@@ -218,7 +215,7 @@ def _match_columns(path: Path, given: Sequence[str]) -> dict[str, str | None]:
     names = {key: next((name for name in column.names if name in known), None) for key, column in CSV_COLUMNS.items()}
     missing = [key for key, column in CSV_COLUMNS.items() if names[key] is None and column.default is None]
     if missing:
-        if fault := guess_table_fault(list(given)):
+        if fault := guess_table_fault(given):
             raise ConfigError(f"{path} {fault}")
         raise ConfigError(
             f"{path} has no column {', '.join(map(repr, missing))}: it has {', '.join(sorted(known)) or 'none'}, and "

@@ -24,7 +24,8 @@ from typing import NamedTuple, Protocol
 
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
-from hpcrl.system.files import find_input, guess_table_fault
+from hpcrl.system.csv_tables import guess_table_fault, refuse_bad_table
+from hpcrl.system.files import find_input
 from hpcrl.system.terminal import print_note
 
 CHARS_PER_TOKEN = 4
@@ -126,30 +127,20 @@ def _draw_lognormal(draw: random.Random, mean: float, sigma: float) -> float:
     return mean * exp(draw.gauss(-sigma * sigma / 2, sigma)) if mean else 0.0
 
 
-def _read_rows(path: Path) -> tuple[dict[str, str], list[tuple[int, dict[str, str]]]]:
-    """Return the names of the columns, and the rows with their lines."""
-    try:
-        with find_input(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            names = _match_columns(path, reader.fieldnames or ())
-            rows = [(number, row) for number, row in enumerate(reader, 2)]
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a CSV file of recorded episodes") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not a text in UTF-8: save it as CSV in UTF-8") from error
-    except csv.Error as error:
-        raise ConfigError(f"{path} is not valid CSV ({error}): give a table with one header line") from error
-    if not rows:
-        raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
-    return names, rows
-
-
 def read_traces(path: Path, *, skips_invalid: bool = False) -> list[EpisodeScript]:
     """Read recorded episodes; refuse a file that lacks columns or rows, or has values that cannot be.
 
     With `skips_invalid` calls with such values are left out.
     """
-    names, rows = _read_rows(path)
+    try:
+        with find_input(path).open(newline="", encoding="utf-8-sig") as file, refuse_bad_table(path):
+            reader = csv.DictReader(file)
+            names = _match_columns(path, reader.fieldnames or ())
+            rows = [(number, row) for number, row in enumerate(reader, 2)]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give a CSV file of recorded episodes") from error
+    if not rows:
+        raise ConfigError(f"{path} has no rows below its header: give a row for each call of the model")
     rows = _drop_repeated(path, rows)
     calls = []
     for number, row in rows:

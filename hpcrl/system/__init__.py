@@ -10,6 +10,7 @@ memory      the processes that the kernel ended for a lack of memory
 near_cores  the cores near a GPU
 network     names, addresses, ports
 tls         a certificate that only one user's processes have
+csv_tables  refuse files that are not CSV
 json_numbers  which numbers JSON can represent
 json_records  decode JSON as a type
 terminal    text that is safe to print

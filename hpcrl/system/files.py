@@ -6,7 +6,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,12 +221,3 @@ def _read_end(path: Path, num_bytes: int) -> list[str] | None:
         file.seek(max(path.stat().st_size - num_bytes, 0))
         return file.read().decode(errors="replace").split("\n")
     return None
-
-
-def guess_table_fault(header: Sequence[str]) -> str:
-    """Return what is wrong with a CSV file of which this is the header, if it seems to be something else."""
-    if header and header[0].lstrip().startswith(("{", "[")):
-        return "seems to be JSON: give CSV, a table with one header line"
-    if len(header) == 1 and any(separator in header[0] for separator in ";\t|"):
-        return f"has its columns not separated by commas: {header[0]!r:.80}"
-    return ""
