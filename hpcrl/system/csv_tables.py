@@ -1,4 +1,4 @@
-"""Refuse files that are not CSV in UTF-8, and say what they seem to be.
+"""Refuse files that are not CSV in UTF-8, with what they seem to be.
 
 refuse_bad_table    raise ConfigError for a file that cannot be read as CSV
 guess_table_fault   what is wrong with a header in which columns are missing
@@ -14,7 +14,7 @@ from hpcrl.errors import ConfigError
 
 @contextlib.contextmanager
 def refuse_bad_table(path: Path) -> Iterator[None]:
-    """Raise ConfigError in place of the errors of a file that is not CSV."""
+    """Raise ConfigError in place of the errors of a file that cannot be read as CSV."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -24,7 +24,7 @@ def refuse_bad_table(path: Path) -> Iterator[None]:
 
 
 def guess_table_fault(header: Sequence[str]) -> str:
-    """Return what is wrong with a CSV file of which this is the header, if it seems to be something else."""
+    """Return what is wrong with a table of which this is the header, if it seems not to be CSV."""
     if header and header[0].lstrip().startswith(("{", "[")):
         return "seems to be JSON: give CSV, a table with one header line"
     if len(header) == 1 and any(separator in header[0] for separator in ";\t|"):
