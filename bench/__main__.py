@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-NO_BENCH = ("__init__", "__main__", "figures", "fleet", "data_path", "memory_steps")  # the last two are parts of others
-NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in NO_BENCH)
+NO_BENCH = ("__init__", "__main__", "figures", "data_path", "memory_steps")  # the last two are parts of others
+NAMES = sorted([*(path.stem for path in HERE.glob("*.py") if path.stem not in NO_BENCH), "papers"])
+"""`bench.gpu` is not among them: it needs a GPU, and prints its own JSON."""
 REPORT = HERE.parent / "docs" / "benchmarks.md"
 INTRODUCTION = (
     "# Benchmarks\n\nWritten by `make bench`; every figure with a bar is a ratio of two things measured in one run.\n"
@@ -51,7 +52,10 @@ def _run(name: str, *, full: bool) -> dict[str, Any]:
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    about = ast.get_docstring(ast.parse((HERE / f"{result['name']}.py").read_text()))
+    source = HERE / f"{result['name']}.py"
+    about = ast.get_docstring(
+        ast.parse((source if source.exists() else source.with_suffix("") / "__main__.py").read_text())
+    )
     lines = [f"{HEADING}{result['name']}`", "", "```text", about or "", "```", "", f"On {result['machine']}.", ""]
     lines += ["| figure | value | bar | |", "|---|---|---|---|"]
     for figure in result["figures"]:

@@ -55,10 +55,16 @@ def main(
     if add_options is not None:
         add_options(parser)
     arguments = parser.parse_args()
+    from hpcrl.errors import HpcrlError
     from hpcrl.system.terminal import show_wait  # late: GPU sections share this module, and run without rich
 
-    with show_wait(f"{name} is measured"):
-        figures = measure(arguments.full) if add_options is None else measure(arguments.full, arguments)
+    try:
+        with show_wait(f"{name} is measured"):
+            figures = measure(arguments.full) if add_options is None else measure(arguments.full, arguments)
+    except (HpcrlError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     if arguments.json:
         listed = [asdict(figure) | {"ok": figure.ok} for figure in figures]
         print(json.dumps({"name": name, "machine": machine(), "figures": listed}))

@@ -28,11 +28,12 @@ from bench.campaigns.campaign import MeasuredCampaign
 from bench.campaigns.handovers import find_start, measure_handovers
 from bench.figures import Figure, main
 from hpcrl.campaign import directory
-from hpcrl.campaign.request import load_request
+from hpcrl.campaign.request import load_files, load_request
 from hpcrl.campaign_dir.events import EpisodesCounted
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
 from hpcrl.simulation.recorded import read_campaign_traces
 from hpcrl.simulation.result import SimulationResult
+from hpcrl.simulation.scaling import plan_for_gpus
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
 from hpcrl.spool.reader import DiskSpoolReader
@@ -159,11 +160,11 @@ def _measure_scale(*, num_steps: int) -> list[Figure]:
         recipe, site = Path(folder) / "large.toml", Path(folder) / "cluster.toml"
         recipe.write_text(LARGE_RECIPE)
         site.write_text(LARGE_SITE)
-        request = load_request(str(recipe), site=str(site))
+        request = plan_for_gpus(*load_files(str(recipe), site=str(site)), NUM_GPUS)
         started_at = time.process_time()
         source = DrawnEpisodes(request.recipe, LatencySettings())
         settings = SimulationSettings(num_steps=num_steps)
-        result = simulate_campaign(request, find_sizes(request, num_gpus=NUM_GPUS), source, settings)
+        result = simulate_campaign(request, find_sizes(request), source, settings)
         cpu_s = time.process_time() - started_at
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     bar = BAR_CPU_S if num_steps == 60 else None

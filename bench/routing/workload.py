@@ -18,6 +18,8 @@ from itertools import cycle, groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
 
+from hpcrl.errors import ConfigError
+
 CHARS_PER_TOKEN = 4
 RECORDED_TOKENS_PER_S = 100.0
 SEED = 20261
@@ -51,9 +53,16 @@ class Script:
         return [max(1, call.num_prompt - known) for call, known in zip(self.calls, before, strict=True)]
 
 
+CALL_COLUMNS = {"family", "session", "t_s", "input_chars", "output_chars"}
+
+
 def read_calls(path: Path) -> list[Script]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    if missing := CALL_COLUMNS - set(rows[0] if rows else ()):
+        raise ConfigError(
+            f"{path} has no column {', '.join(sorted(missing))}: give recorded calls of the model, as CSV"
+        )
     sessions = groupby(rows, key=itemgetter("family", "session"))
     return [_recorded(family, list(calls)) for (family, _), calls in sessions]
 

@@ -81,6 +81,10 @@ MAX_PEAK_FACTOR = 10.0
 prompts are computed between the steps in less than the model thinks."""
 MAX_IDLE_FACTOR = 1000.0
 """A training step that takes longer than at the peaks of its GPUs by this factor does not measure them."""
+PEAK_COEFFICIENTS = ("read", "kv", "compute", "prefill", "train")
+"""Those that are relative to a peak of the GPUs."""
+PEAK_FIT_SHARE = 0.7
+"""A coefficient below this is wrong; those of published figures are at least 0.9."""
 MIN_RUNNING = 0.5
 """The mean number of requests below which an engine's times are mostly those of waiting."""
 
@@ -249,7 +253,7 @@ def _add_row(
     elif numbers["attention_dp"] > 1:
         found.left_out["attention is data-parallel"] += 1
     else:
-        shape = msgspec.structs.replace(read_model_shape(config), weight_bytes=WEIGHT_BYTES[values["precision"]])
+        shape = _round_shape(read_model_shape(config), values["precision"], gpu=gpu)
         if numbers["tp"] > shape.num_heads or numbers["pp"] > shape.num_layers:
             raise ConfigError(
                 f"{place}: tp = {numbers['tp']:g} and pp = {numbers['pp']:g}: the model has {shape.num_heads} heads "
@@ -266,6 +270,12 @@ def _add_row(
             )
         else:
             found.points.append(point)
+
+
+def _round_shape(shape: ModelShape, precision: str, *, gpu: GpuModel) -> ModelShape:
+    """Return the shape with the bytes of a precision; a GPU without FP8 computes in bfloat16 even then."""
+    factor_bytes = None if gpu.has_fp8 or precision != "fp8" else WEIGHT_BYTES["bf16"]
+    return msgspec.structs.replace(shape, weight_bytes=WEIGHT_BYTES[precision], factor_bytes=factor_bytes)
 
 
 def _read_numbers(values: dict[str, str], *, place: str) -> dict[str, float]:
@@ -424,7 +434,7 @@ def _add_engine_points(
             shape=shape,
             tp=tp,
             pp=pp,
-            batch=event.running / max(event.busy_share, 0.01),
+            batch=event.running / max(event.busy_share, 0.01) / recipe.engine.data_parallel,
             num_context=lengths.num_context,
             num_prefilled=lengths.num_fresh,
             num_known=max(0.0, lengths.num_context - lengths.num_fresh),
@@ -465,7 +475,14 @@ def _describe_report(report: CalibrationReport) -> list[str]:
     lines = [f"# fitted to {report.num_points} measurements of servers and {report.num_steps} training steps of"]
     lines.append(f"# {report.source}; for a site file:")
     lines.append("[speed]")
-    lines += [f"{name} = {value:.4g}" for name, value in msgspec.structs.asdict(report.fit).items()]
+    fit = msgspec.structs.asdict(report.fit)
+    lines += [f"{name} = {value:.4g}" for name, value in fit.items()]
+    lines += [
+        f"# {name} = {fit[name]:.2g} is less than the peaks of the GPUs allow ({PEAK_FIT_SHARE:g} at least): these "
+        "measurements do not determine it, or a GPU is another one than they name"
+        for name in PEAK_COEFFICIENTS
+        if fit[name] < PEAK_FIT_SHARE
+    ]
     for one in report.errors:
         seen = "fitted" if one.is_fitted else "held out"
         lines.append(

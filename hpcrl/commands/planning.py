@@ -41,7 +41,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     except PlanError as error:
         if not arguments.suggest:
             raise
-        return _print_fitting(arguments, refusal=str(error))
+        return print_fitting(arguments, refusal=str(error))
     for note in check_plan(request):
         print_note(note)
     if arguments.suggest:
@@ -123,14 +123,14 @@ def _print_suggestions(arguments: argparse.Namespace, request: CampaignRequest) 
         return run_suggestions(arguments)
     made, suggestions = suggest_plans(request.recipe, request.site, request.plan)
     if arguments.json:
-        print_json(suggestions)
+        print_json([made, *suggestions])
         return 0
     for line in show_suggestions(suggestions, made, site=request.site.name):
         print_line(line)
     return 0
 
 
-def _print_fitting(arguments: argparse.Namespace, *, refusal: str) -> int:
+def print_fitting(arguments: argparse.Namespace, *, refusal: str) -> int:
     """Print plans for a recipe that is refused as it stands."""
     recipe, site = load_files(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     with show_wait("other plans are made"):

@@ -1,14 +1,14 @@
 """The speed of the engines of a recipe by the cost model: this is the one place that knows their settings. Pure.
 
 estimate_engine_speed  seconds that an engine takes
-divide_engine_gpus     its GPUs within a stage, and its stages
+divide_engine_gpus     the GPUs within a stage of each copy of the model, and the stages
 round_weights          the model as its GPUs hold it
 """
 
 import msgspec
 
 from hpcrl.config.recipe import EngineConfig
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, share_among_copies
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
 
@@ -16,13 +16,14 @@ from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
 def estimate_engine_speed(engine: EngineConfig, *, gpu: GpuModel, shape: ModelShape, num_gpus: int) -> WorkerSpeed:
     """Estimate the speed of an engine with `num_gpus` GPUs on all its nodes; 0 counts as one."""
     tp, pp = divide_engine_gpus(engine, num_gpus=num_gpus)
-    return estimate_speed(gpu, shape=round_weights(shape, engine, gpu=gpu), tp=tp, pp=pp)
+    one_copy = estimate_speed(gpu, shape=round_weights(shape, engine, gpu=gpu), tp=tp, pp=pp)
+    return share_among_copies(one_copy, engine.data_parallel)
 
 
 def divide_engine_gpus(engine: EngineConfig, *, num_gpus: int) -> tuple[int, int]:
-    """Return the GPUs that share each layer, and the stages."""
+    """Return the GPUs of a copy of the model that share each layer, and its stages."""
     num_stages = engine.pipeline_parallel
-    return max(1, num_gpus // num_stages), num_stages
+    return max(1, num_gpus // (num_stages * engine.data_parallel)), num_stages
 
 
 def round_weights(shape: ModelShape, engine: EngineConfig, *, gpu: GpuModel) -> ModelShape:

@@ -675,10 +675,10 @@ MIN_PREFIX_CHARS = 3
 
 
 def suggest_name(name: str, names: Sequence[str], *, cutoff: float = 0.6) -> str:
-    """Return "did you mean ...? " with the only name that starts so, or the closest; empty if none is close."""
+    """Return "did you mean ...? " with the one or two names that start so, or the closest; empty if none is close."""
     longer = [known for known in names if len(name) >= MIN_PREFIX_CHARS and known.startswith(name)]
-    close = longer if len(longer) == 1 else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
-    return f"did you mean {close[0]!r}? " if close else ""
+    close = longer if 1 <= len(longer) <= 2 else difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
+    return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 def _explain_error(message: str, layered: LayeredTable, kind: type[msgspec.Struct]) -> str:

@@ -3,6 +3,7 @@
     compute_hours                                    node-hours and GPU-hours
     ModelShape, read_model_shape, make_model_shape   the sizes of a model that decide its speed
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
+    share_among_copies                               those of a worker with several copies of the model
     estimate_step_s, TrainingWork                    seconds of a training step
     USABLE_SHARE                                     of a GPU's memory
     LINK_BYTES_PER_S                                 between two workers
@@ -13,7 +14,7 @@ its error on GPUs that it was not fitted on.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from math import log2
 from typing import Any
@@ -133,8 +134,8 @@ class WorkerSpeed:
     """Time per pair of a prefilled token and one that it attends to."""
     kv_tokens: int
     """Tokens of KV that fit beside the weights; 0: the weights do not fit."""
-    num_stages: int = 1
-    """Stages of a pipeline, each of which has an equal part of the batch at any time."""
+    num_parts: int = 1
+    """Stages of a pipeline, in each copy of the model: each has an equal part of the batch at any time."""
 
     def prefill_s(self, num_new: float, *, num_known: float = 0) -> float:
         """Return the time to compute the KV of `num_new` tokens after `num_known` cached ones."""
@@ -156,7 +157,7 @@ class WorkerSpeed:
     def _find_base_step_s(self) -> Callable[[float], float]:
         """Compute the time, once for each of the usual batches: routers ask again and again."""
         return lru_cache(maxsize=4096)(
-            lambda batch: self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_stages)
+            lambda batch: self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_parts)
         )
 
     @cached_property
@@ -196,7 +197,21 @@ def estimate_speed(
         token_s=(by.prefill * 2 * shape.num_active / flops + sum_s) / pp,
         pair_s=by.prefill * shape.pair_flops / (bf16_flops * pp),
         kv_tokens=max(0, int(free_bytes / (shape.kv_bytes_per_token * kv_copies))),
-        num_stages=pp,
+        num_parts=pp,
+    )
+
+
+@cache
+def share_among_copies(speed: WorkerSpeed, num: int) -> WorkerSpeed:
+    """Return the speed of a worker with `num` copies of the model, which share its requests evenly."""
+    return replace(
+        speed,
+        kv_byte_s=speed.kv_byte_s / num,
+        row_s=speed.row_s / num,
+        token_s=speed.token_s / num,
+        pair_s=speed.pair_s / num,
+        kv_tokens=speed.kv_tokens * num,
+        num_parts=speed.num_parts * num,
     )
 
 

@@ -325,9 +325,13 @@ class DrainMargin:
         work_s = max(max(self._step_times, default=0.0), save_s) + save_s
         return max(self._least_s, min(MARGIN_FACTOR * work_s, self._most_s))
 
+    def note_step(self, seconds: float) -> None:
+        """Note the time of a step that has ended."""
+        self._step_times.append(seconds)
+
     def _note_event(self, event: CampaignEvent) -> None:
         if isinstance(event, StepFinished):
-            self._step_times.append((event.step_s or 0.0) + event.times.get("publish", 0.0))
+            self.note_step((event.step_s or 0.0) + event.times.get("publish", 0.0))
         elif isinstance(event, CheckpointSaved):
             self._save_times.append(event.wall_s or 0.0)
 

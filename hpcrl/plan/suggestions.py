@@ -3,6 +3,8 @@
 suggest_plans     up to MAX_SUGGESTIONS of them by their size, the cheapest first
 choose_frontier   up to MAX_SUGGESTIONS of them by time and cost of the whole campaign, where these are known
 list_plans        all of them, with the plan that was made
+add_settings      a plan that was made from another, with the settings of both
+change_fields     a recipe, or a site, with other values
 show_suggestions  the lines of text for them
 suggest_fitting      those for a recipe that is refused as it stands
 advise_fewer_ranks   the setting that helps where no plan can be made
@@ -10,9 +12,10 @@ PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import msgspec
 
@@ -26,7 +29,7 @@ MAX_SUGGESTIONS = 3
 MAX_TRIED_RANKS = 6
 """The most smaller numbers of the trainer's ranks that are tried for a refused recipe."""
 NUM_RANKS = "resources.train.num_workers"
-S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T", bound=msgspec.Struct | dict[str, Any])
 
 
 class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,8 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated time until the last step, without waiting in the queue; None if nothing was simulated."""
     campaign_node_hours: float | None = None
     campaign_gpu_hours: float | None = None
+    campaign_error: float | None = None
+    """The standard error of these three, as a share: they are those of some steps, which differ."""
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -75,16 +80,21 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
         whole = f"{self.campaign_node_hours:.3g} node-hours and {self.campaign_gpu_hours:.3g} GPU-hours in all"
         hours = self.campaign_hours
         time = f"{hours:.3g} h" if hours >= 2 else f"{hours * 60:.3g} min"
-        return f"{each_job}; the last step after {time}, {whole}"
+        error = f" ± {self.campaign_error:.0%}" if self.campaign_error else ""
+        return f"{each_job}; the last step after {time}{error}, {whole}"
 
     def list_costs(self) -> tuple[float, float, float]:
         """Return the time of the campaign, and what it uses of nodes and GPUs."""
         return self.campaign_hours or 0.0, self.campaign_node_hours or 0.0, self.campaign_gpu_hours or 0.0
 
     def is_as_good_as(self, other: "PlanSuggestion") -> bool:
-        """Return whether a campaign under this plan is as fast and as cheap as under another."""
-        mine, others = self.list_costs(), other.list_costs()
-        return mine[0] <= others[0] and mine[1] <= others[1]
+        """Return whether a campaign under this plan is as fast and as cheap as under another, as far as is known."""
+        pairs = zip(self.list_costs()[:2], other.list_costs()[:2], strict=True)
+        return all(mine <= others * (1 + self.find_error(other)) for mine, others in pairs)
+
+    def find_error(self, other: "PlanSuggestion") -> float:
+        """Return the share by which two simulated times differ by chance."""
+        return math.hypot(self.campaign_error or 0.0, other.campaign_error or 0.0)
 
 
 class PlannedRecipe(NamedTuple):
@@ -126,7 +136,7 @@ def list_plans(recipe: Recipe, site: Site, plan: Plan) -> list[PlannedRecipe]:
     made = _measure_plan(plan, [])
     found = {made.size: PlannedRecipe(made, recipe, plan)}
     for changes in _list_changes(recipe, plan):
-        changed = _change_struct(recipe, changes)
+        changed = change_fields(recipe, changes)
         try:
             other = make_plan(changed, site)
         except PlanError:
@@ -153,7 +163,7 @@ def _describe_savings(suggestion: PlanSuggestion, made: PlanSuggestion) -> str:
         return ""
     pairs = zip(("time", "node-hours"), suggestion.list_costs(), made.list_costs(), strict=False)
     shares = [(what, 1 - mine / planned) for what, mine, planned in pairs if planned]
-    saved = [f"{share:.0%} of the {what}" for what, share in shares if share >= 0.005]
+    saved = [f"{share:.0%} of the {what}" for what, share in shares if share >= max(0.005, suggestion.find_error(made))]
     return f": saves {' and '.join(saved)} of the plan above" if saved else ""
 
 
@@ -176,14 +186,17 @@ def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
     yield {"resources.decode.num_workers": num_decode * 2, "resources.train.num_workers": num_ranks * 2}
 
 
-def _change_struct(struct: S, changes: Mapping[str, Any]) -> S:
-    """Return a struct with fields replaced, whose names are paths: `resources.decode.num_workers`."""
+def change_fields(table: T, changes: Mapping[str, Any]) -> T:
+    """Return a struct or a dictionary with fields replaced, whose names are paths: `resources.decode.num_workers`."""
+    found: Any = table
     for path, value in changes.items():
         name, _, rest = path.partition(".")
-        struct = msgspec.structs.replace(
-            struct, **{name: _change_struct(getattr(struct, name), {rest: value}) if rest else value}
-        )
-    return struct
+        if isinstance(found, dict):
+            found = found | {name: change_fields(found[name], {rest: value}) if rest else value}
+        else:
+            changed = change_fields(getattr(found, name), {rest: value}) if rest else value
+            found = msgspec.structs.replace(found, **{name: changed})
+    return cast("T", found)
 
 
 def _show_changes(changes: Mapping[str, Any]) -> list[str]:
@@ -225,7 +238,7 @@ def suggest_fitting(recipe: Recipe, site: Site, *, refusal: str) -> list[PlanSug
         detail = f": with -s {NUM_RANKS}={num_ranks}, {reason}" if is_new else ""
         raise PlanError(f"{refusal}. Nothing else that was tried fits{detail}")
     first = found[0]
-    more = [*found[1:], *(_add_settings(first, one) for one in list_plans(first.recipe, site, first.plan)[1:])]
+    more = [*found[1:], *(add_settings(first, one) for one in list_plans(first.recipe, site, first.plan)[1:])]
     sizes = {one.suggestion.size: one.suggestion for one in reversed(more)}
     sizes.pop(first.suggestion.size, None)
     cheapest = sorted(sizes.values(), key=lambda one: one.node_hours)
@@ -255,12 +268,12 @@ def _list_fewer_ranks(recipe: Recipe, site: Site) -> list[int]:
 
 
 def _plan_changed(recipe: Recipe, site: Site, changes: Mapping[str, Any]) -> PlannedRecipe:
-    changed = _change_struct(recipe, changes)
+    changed = change_fields(recipe, changes)
     plan = make_plan(changed, site)
     return PlannedRecipe(_measure_plan(plan, _show_changes(changes)), changed, plan)
 
 
-def _add_settings(first: PlannedRecipe, other: PlannedRecipe) -> PlannedRecipe:
+def add_settings(first: PlannedRecipe, other: PlannedRecipe) -> PlannedRecipe:
     """Return a plan that was made from another changed recipe, with the settings of both."""
     both = [*first.suggestion.settings, *other.suggestion.settings]
     settings = list({setting.partition("=")[0]: setting for setting in both}.values())

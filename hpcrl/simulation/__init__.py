@@ -6,6 +6,7 @@ recorded     the episodes of a campaign
 engine       an engine by the cost model, in few events
 turn_router  the router of env workers, on simulated engines
 sizes        the number of workers of each role
+scaling      the plan for another number of GPUs
 simulated_worker   an env worker: admission, groups, episodes
 trainer      the trainer: choice of groups, steps, versions
 campaign     all of them together, job after job

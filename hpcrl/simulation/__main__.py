@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.commands.arguments import add_simulation
-from hpcrl.errors import ConfigError
+from hpcrl.errors import ConfigError, PlanError
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_FAILED, run_for_code
 from hpcrl.system.files import is_table_path
 from hpcrl.system.output_encoding import follow_locale
 
 if TYPE_CHECKING:
+    from hpcrl.campaign.request import CampaignRequest
     from hpcrl.config.recipe import Recipe
     from hpcrl.simulation.campaign import SimulationSettings
     from hpcrl.simulation.result import SimulationResult
+    from hpcrl.simulation.sizes import CampaignSizes
     from hpcrl.simulation.workload import EpisodeSource, LatencySettings
 
 
 MAX_SIMULATED = 100_000
 """GPUs, and steps."""
 MAX_SIGMA = 5.0
+LATENCIES = ("env_s", "env_sigma", "reset_s")
+"""The options for what recorded episodes have themselves."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,6 +42,7 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
     from hpcrl.system.terminal import print_json, print_line, show_wait
 
     _check_numbers(arguments)
+    _check_combinations(arguments)
     if arguments.suggest:
         return _print_suggestions(arguments)
     with show_wait("the campaign is simulated"):
@@ -51,26 +56,48 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
-    from hpcrl.campaign.request import load_request
     from hpcrl.simulation.campaign import simulate_campaign
     from hpcrl.simulation.sizes import find_sizes
     from hpcrl.simulation.timeline import check_timeline_path, write_timeline
 
     if arguments.timeline is not None:
         check_timeline_path(arguments.timeline)
-    request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
-    sizes = find_sizes(request, num_gpus=arguments.gpus)
-    if arguments.traces is None:
-        sizes = replace(sizes, notes=(*sizes.notes, _note_latencies(arguments)))
+    request = _load_request(arguments)
+    sizes = find_sizes(request)
+    sizes = replace(sizes, notes=(*sizes.notes, *_note_assumptions(arguments, sizes)))
     result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), _read_settings(arguments))
     if arguments.timeline is not None:
         write_timeline(result, arguments.timeline)
     return result
 
 
-def _note_latencies(arguments: argparse.Namespace) -> str:
-    times = f"environments start in {arguments.reset_s:g} s and take {arguments.env_s:g} s for a step, on average"
-    return f"{times} (hpcrl simulate: --reset-s, --env-s, or recorded ones: --traces)"
+def _load_request(arguments: argparse.Namespace) -> "CampaignRequest":
+    """Load the request; with `--gpus`, plan it for these."""
+    from hpcrl.campaign.request import load_files, load_request
+    from hpcrl.simulation.scaling import plan_for_gpus
+
+    settings = tuple(arguments.settings)
+    if arguments.gpus is None:
+        return load_request(arguments.recipe, site=arguments.site, settings=settings)
+    return plan_for_gpus(*load_files(arguments.recipe, site=arguments.site, settings=settings), arguments.gpus)
+
+
+def _note_assumptions(arguments: argparse.Namespace, sizes: "CampaignSizes") -> list[str]:
+    """Return a line for each assumption that an option replaces."""
+    notes = []
+    if arguments.gpus is not None and (used := sizes.num_charged_gpus) < arguments.gpus:
+        notes.append(
+            f"{used} of {arguments.gpus} GPUs are reserved: workers have whole nodes, and their shares are kept"
+        )
+    if arguments.train_s is None:
+        gpu = sizes.train.gpu
+        share = f"{1 / gpu.fit.train:.0%} of the FLOP/s of {gpu.name}"
+        notes.append(f"training reaches {share}, with what ranks send each other (hpcrl calibrate, --train-s)")
+    if arguments.traces is None:
+        latencies = _read_latencies(arguments)
+        times = f"environments start in {latencies.reset_s:g} s and take {latencies.env_s:g} s for a step, on average"
+        notes.append(f"{times} (hpcrl simulate: --reset-s, --env-s, or recorded ones: --traces)")
+    return notes
 
 
 def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":
@@ -89,12 +116,14 @@ def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":
 def _read_latencies(arguments: argparse.Namespace) -> "LatencySettings":
     from hpcrl.simulation.workload import LatencySettings
 
-    return LatencySettings(env_s=arguments.env_s, env_sigma=arguments.env_sigma, reset_s=arguments.reset_s)
+    given = {name: value for name in LATENCIES if (value := getattr(arguments, name)) is not None}
+    return LatencySettings(**given)
 
 
 def _print_suggestions(arguments: argparse.Namespace) -> int:
     """Print the plan and others, with the time and cost of the campaign under each."""
     from hpcrl.campaign.request import load_request
+    from hpcrl.commands.planning import print_fitting
     from hpcrl.plan.suggestions import choose_frontier, show_suggestions, suggest_plans
     from hpcrl.simulation.frontier import time_plans
     from hpcrl.simulation.sizes import find_sizes
@@ -103,10 +132,13 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
     for name in ("gpus", "traces", "timeline"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} and --suggest: other plans have other sizes, and drawn episodes")
-    request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     try:
-        assumed = [*find_sizes(request).notes, _note_latencies(arguments)]
-        notes = [f"assumed   {note}" for note in assumed]
+        request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
+    except PlanError as error:
+        return print_fitting(arguments, refusal=str(error))
+    try:
+        sizes = find_sizes(request)
+        notes = [f"assumed   {note}" for note in [*sizes.notes, *_note_assumptions(arguments, sizes)]]
         made, *others = time_plans(request, _read_latencies(arguments), _read_settings(arguments))
         suggestions = choose_frontier(made, others)
     except ConfigError as error:
@@ -114,7 +146,7 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
         notes = []
         made, suggestions = suggest_plans(request.recipe, request.site, request.plan)
     if arguments.json:
-        print_json(suggestions)
+        print_json([made, *suggestions])
         return EXIT_DONE
     for line in [*show_suggestions(suggestions, made, site=request.site.name), *notes]:
         print_line(line)
@@ -134,6 +166,15 @@ def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeS
     return read_campaign_traces(arguments.traces, seed=arguments.seed)
 
 
+def _check_combinations(arguments: argparse.Namespace) -> None:
+    """Refuse options that would change nothing."""
+    given = [f"--{name.replace('_', '-')}" for name in LATENCIES if getattr(arguments, name) is not None]
+    if given and arguments.traces is not None:
+        raise ConfigError(f"{given[0]} and --traces: recorded episodes have their own times: remove one of them")
+    if arguments.skip_invalid and (arguments.traces is None or not is_table_path(Path(arguments.traces))):
+        raise ConfigError("--skip-invalid is for the calls of a CSV file: name one with --traces")
+
+
 def _check_numbers(arguments: argparse.Namespace) -> None:
     """Refuse numbers that cannot be."""
     for name in ("gpus", "steps"):
@@ -144,7 +185,7 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
     for name in ("env_s", "env_sigma", "reset_s", "reward_s", "train_s"):
         if (value := getattr(arguments, name)) is not None and not 0 <= value < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number from 0 to below 1e+09")
-    if arguments.env_sigma > MAX_SIGMA:
+    if arguments.env_sigma is not None and arguments.env_sigma > MAX_SIGMA:
         raise ConfigError(f"--env-sigma {arguments.env_sigma:g}: give {MAX_SIGMA:g} at most; 1 is a long tail already")
     if arguments.traces is not None and not arguments.traces.strip():
         raise ConfigError("--traces is empty: name a CSV file or a campaign")

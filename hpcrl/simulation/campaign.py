@@ -23,6 +23,7 @@ from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import ConfigTable
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, TrainingWork, WorkerSpeed, estimate_step_s
+from hpcrl.job.supervision import MAX_DRAIN_SHARE, DrainMargin
 from hpcrl.rollout.routing.factory import MAX_LOAD_REQUESTS_PER_S
 from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS
 from hpcrl.rollout.tasks import AgentTask
@@ -90,6 +91,15 @@ class SimulatedCampaign:
         self.samples: list[tuple[float, float, float, float, float]] = []
         """Times with the seconds so far that roles were busy, and shares of places."""
         self._job_ends: list[float] = []
+        self._job_end = 0.0
+        """The walltime of the job that runs."""
+        job = self.recipe.job
+        self._margin = DrainMargin(
+            list,
+            least_s=job.drain_s,
+            most_s=MAX_DRAIN_SHARE * job.walltime_min * 60,
+            assumed_save_s=settings.checkpoint_s,
+        )
         self._draw = random.Random(settings.seed)
         self.trainer = SimulatedTrainer(
             queue=self.queue,
@@ -250,8 +260,12 @@ class SimulatedCampaign:
 
     def _end_step(self) -> None:
         self._poll_env_workers()
+        step = self.trainer.steps[-1]
+        self._margin.note_step(step.ended_at - step.started_at)
         if self.trainer.is_draining:
             self._end_job()
+        else:
+            self._await_drain(self.num_jobs)
 
     def _poll_env_workers(self) -> None:
         for env_worker in self.env_workers:
@@ -261,12 +275,15 @@ class SimulatedCampaign:
 
     def _start_job(self) -> None:
         self.num_jobs += 1
-        job = self.recipe.job
         start_s = self.settings.start_s
         first_s = 0.0 if self.num_jobs == 1 else start_s
-        drain_s = max(1.0, job.walltime_min * 60 - job.drain_s - start_s + first_s)
-        self.queue.call_later(drain_s, partial(self._drain, self.num_jobs))
+        self._job_end = self.queue.now + first_s + self._play_s
         self.queue.call_later(first_s, self._play)
+
+    @property
+    def _play_s(self) -> float:
+        """The time of a job from its first episode to its walltime."""
+        return max(1.0, self.recipe.job.walltime_min * 60 - self.settings.start_s)
 
     def _play(self) -> None:
         for engine in self.engines.values():
@@ -279,15 +296,37 @@ class SimulatedCampaign:
         if self.settings.faults.engine_hours is not None:
             for name in self.engines:
                 self._await_failure(name, self.num_jobs)
+        self._await_drain(self.num_jobs)
 
-    def _drain(self, job: int) -> None:
-        if job != self.num_jobs or self.is_over:
+    def _await_drain(self, job: int) -> None:
+        """Drain once the job has only the time for it that was learned from its steps."""
+        if job != self.num_jobs or self.is_over or self.trainer.is_draining:
             return
+        drain_at = self._job_end - self._margin.find_seconds()
+        if self.queue.now < drain_at:
+            self.queue.call_at(drain_at, partial(self._await_drain, job))
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
         self.trainer.is_draining = True
         for env_worker in self.env_workers:
             env_worker.drain()
-        if not self.trainer.is_training:
+        step_end = self.trainer.step_end
+        if step_end is not None and step_end + self.settings.checkpoint_s > self._job_end:
+            self._abandon_step()
+        if self.trainer.step_end is None:
             self._end_job()
+
+    def _abandon_step(self) -> None:
+        """End a step that the walltime would end; refuse one that no job has time for."""
+        step_s = self._estimate_step(self.trainer.chosen)
+        if step_s + self.settings.checkpoint_s > self._play_s:
+            raise ConfigError(
+                f"a training step takes {step_s / 60:.3g} min, and a job has {self._play_s / 60:.3g} min for it and a "
+                f"checkpoint of {self.settings.checkpoint_s:g} s: raise job.walltime_min, or use more ranks"
+            )
+        self.trainer.abandon_step()
 
     def _end_job(self) -> None:
         self._job_ends.append(self.queue.now)
@@ -327,6 +366,7 @@ class SimulatedCampaign:
         """Refresh the loads in routers, and note what is busy, in regular intervals."""
         for env_worker in self.env_workers:
             env_worker.router.refresh_loads(now=self.queue.now)
+            env_worker.try_waiting()
             env_worker.poll()
         self._sample()
         if not self.is_over:

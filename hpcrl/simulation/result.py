@@ -71,7 +71,8 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
 def describe_result(result: SimulationResult) -> list[str]:
     """Return the lines for a person."""
     workers = ", ".join(f"{num} {role}" for role, num in result.workers.items())
-    lines = [f"{result.recipe} on {result.site}: {result.num_gpus} GPUs, {result.num_nodes} nodes ({workers})"]
+    gpus, nodes = _count(result.num_gpus, "GPU"), _count(result.num_nodes, "node")
+    lines = [f"{result.recipe} on {result.site}: {gpus}, {nodes} ({workers})"]
     ended = "" if result.is_complete else "; its jobs ended before the last step"
     jobs = f", {result.num_jobs} jobs" if result.num_jobs > 1 else ""
     lines.append(f"steps        {result.num_steps} in {_show_time(result.seconds)}{jobs}{ended}")
@@ -93,6 +94,10 @@ def describe_result(result: SimulationResult) -> list[str]:
         lines.append(f"failures     {result.num_failures} of engines")
     lines.append(f"cost         {result.gpu_hours:.4g} GPU-hours, {result.node_hours:.4g} node-hours")
     return lines + [f"assumed      {note}" for note in result.notes]
+
+
+def _count(num: int, noun: str) -> str:
+    return f"{num} {noun}{'s' * (num != 1)}"
 
 
 def _show_time(seconds: float) -> str:

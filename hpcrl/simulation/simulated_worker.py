@@ -10,7 +10,7 @@ in its next round. Its hold is that of the last round, or of what has become dur
 """
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -29,6 +29,7 @@ from hpcrl.rollout.episode import retry_pause_s
 from hpcrl.rollout.flow_control import InFlightVersions
 from hpcrl.rollout.groups import EpisodeGroups, GroupOutcome
 from hpcrl.rollout.routing.decision import RoutingDecision
+from hpcrl.rollout.routing.room_queue import MAX_REFUSALS
 from hpcrl.rollout.routing.trajectories import TrajectoryState
 from hpcrl.rollout.tasks import AgentTask, TaskStream
 from hpcrl.simulation.clock import EventQueue
@@ -41,8 +42,8 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.spool.status import TRAINABLE, EpisodeStatus
 
 FIRST_PAUSE_S = 1.0
-ROOM_PAUSE_S = 0.5
-"""The time after which a turn without room for its KV is tried again."""
+ENGINE_PAUSE_S = 0.5
+"""The time after which a turn is tried again that found no engine."""
 LATE_INTERVAL_S = 1.0
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
 _NO_FLOATS = np.zeros(0, dtype=np.float32)
@@ -151,6 +152,9 @@ class SimulatedEnvWorker:
         self._num_starts: Counter[str] = Counter()
         self._is_due = False
         self._has_next_round = False
+        self._without_room: deque[EpisodeRun] = deque()
+        """The episodes whose turns wait for room for their KV."""
+        self._is_waking = False
         self._started_until = 0.0
         """The time until which it starts episodes."""
         self._open: list[Trajectory] = []
@@ -368,12 +372,34 @@ class SimulatedEnvWorker:
         assert run.request is not None
         assert run.state is not None
         decision = self.router.place_turn(run.request, run.state)
-        if decision.decode is None:
-            self._queue.call_later(ROOM_PAUSE_S, lambda: self._send(run))
+        if decision.reason == "no room for KV":
+            self._without_room.append(run)
+        elif decision.decode is None:
+            self._queue.call_later(ENGINE_PAUSE_S, lambda: self._send(run))
         elif decision.prefill is not None:
             self._prefill(run, decision)
         else:
             self._decode(run, decision, num_known=0)
+
+    def try_waiting(self) -> None:
+        """Try the first turns that wait for room for their KV; those that find none go to the end."""
+        num_refused, waiting = 0, self._without_room
+        for _ in range(len(waiting)):
+            self._send(run := waiting.popleft())
+            num_refused += bool(waiting) and waiting[-1] is run
+            if num_refused == MAX_REFUSALS:
+                return
+
+    def _wake_waiting(self) -> None:
+        """Try waiting turns soon, since there may be room."""
+
+        def wake() -> None:
+            self._is_waking = False
+            self.try_waiting()
+
+        if self._without_room and not self._is_waking:
+            self._is_waking = True
+            self._queue.call_later(0.0, wake)
 
     def _prefill(self, run: EpisodeRun, decision: RoutingDecision) -> None:
         assert run.request is not None
@@ -521,6 +547,7 @@ class SimulatedEnvWorker:
         run.is_over = True
         del self.runs[run.id]
         self.router.forget(run.id)
+        self._wake_waiting()
         for engine in (self._links.engines.get(run.at),):
             if engine is not None:
                 engine.forget(run.id)

@@ -1,10 +1,9 @@
-"""The workers that a simulation has: those of the plan, or the same shares of another number of GPUs.
+"""The workers that a simulation has: those of the plan.
 
 CampaignSizes    the workers, their GPUs and speeds
 find_sizes       those of a recipe on a site
 """
 
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ import msgspec
 
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.config.engine_speed import estimate_engine_speed
-from hpcrl.config.recipe import Recipe, RoleName, TrainConfig
+from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, ModelShape, WorkerSpeed, make_model_shape, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
@@ -105,8 +104,8 @@ class CampaignSizes:
         return found
 
 
-def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> CampaignSizes:
-    """Return the workers of the plan, or of `num_gpus` GPUs that are divided among the roles as in the plan."""
+def find_sizes(request: CampaignRequest) -> CampaignSizes:
+    """Return the workers of the plan."""
     notes: list[str] = []
     roles = {role: _find_role(request, role, notes) for role in ("train", "decode", "prefill")}
     decode, train = roles["decode"], roles["train"]
@@ -120,16 +119,9 @@ def find_sizes(request: CampaignRequest, *, num_gpus: int | None = None) -> Camp
         num_env=request.plan.role("env").num_workers,
         components=tuple(request.plan.components),
         version_bytes=compute_version_bytes(request.recipe),
-        notes=tuple(dict.fromkeys(notes)),
     )
-    if num_gpus is None:
-        return replace(found, notes=(*found.notes, *_note_travel(found)))
-    unit = _count_replica_gpus(request.recipe.train)
-    scaled = _scale(replace(found, train=_group_gpus(found.train, unit)), num_gpus)
-    unchecked = f"the memory of workers is not checked for {num_gpus} GPUs: `hpcrl plan` does that for a recipe's sizes"
-    return replace(
-        scaled, notes=(*scaled.notes, unchecked, *_note_large_partitions(scaled, request), *_note_travel(scaled))
-    )
+    notes += [*_note_large_partitions(found, request), *_note_travel(found)]
+    return replace(found, notes=tuple(dict.fromkeys(notes)))
 
 
 def _note_travel(sizes: CampaignSizes) -> list[str]:
@@ -153,16 +145,6 @@ def _note_large_partitions(sizes: CampaignSizes, request: CampaignRequest) -> li
     ]
 
 
-def _count_replica_gpus(train: TrainConfig) -> int:
-    """Return the GPUs that hold one copy of the model in training."""
-    return train.pipeline_parallel * math.lcm(train.tensor_parallel * train.context_parallel, train.expert_parallel)
-
-
-def _group_gpus(role: RoleSize, unit: int) -> RoleSize:
-    """Return the role in workers of at least `unit` GPUs."""
-    return replace(role, num_workers=max(1, role.num_gpus // unit), gpus_each=unit) if unit > role.gpus_each else role
-
-
 def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> RoleSize | None:
     plan, recipe, site = request.plan, request.recipe, request.site
     if not plan.has_role(role):
@@ -176,7 +158,7 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
     if name is not None and gpu is None:
         raise ConfigError(f"GPU {name!r} of role {role} is in no catalogue: describe it in [gpus.{name}] of the site")
     if gpu is None or not gpu.has_speed:
-        notes.append(f"role {role} has no GPU whose speed is known: it counts as {DEFAULT_SIMULATED_GPU}")
+        notes.append(f"role {role} has no GPU of known speed: each worker counts as one {DEFAULT_SIMULATED_GPU}")
         gpu = msgspec.structs.replace(GPU_CATALOGUE[DEFAULT_SIMULATED_GPU], fit=site.speed)
     return RoleSize(
         num_workers=max(1, planned.num_workers // planned.nodes_per_engine),
@@ -197,39 +179,3 @@ def _find_shape(recipe: Recipe) -> ModelShape:
     hidden, heads = tiny.hidden_size, tiny.num_heads
     config = dict(hidden_size=hidden, num_hidden_layers=tiny.num_layers, num_attention_heads=heads, vocab_size=128)
     return read_model_shape(config | dict(num_key_value_heads=tiny.num_kv_heads, intermediate_size=4 * hidden))
-
-
-def _scale(sizes: CampaignSizes, num_gpus: int) -> CampaignSizes:
-    """Divide the GPUs among the roles as the plan does; each role has one worker at least."""
-    least = sum(role.gpus_each for role in sizes.roles.values())
-    if num_gpus < least:
-        each = ", ".join(f"{role.gpus_each} for {name}" for name, role in sizes.roles.items())
-        raise ConfigError(
-            f"--gpus {num_gpus}: one worker of each role needs {least} GPUs ({each}): give this number at least"
-        )
-    factor = num_gpus / sizes.num_gpus
-    decode = replace(sizes.decode, num_workers=max(1, round(sizes.decode.num_workers * factor)))
-    prefill = sizes.prefill
-    if prefill is not None:
-        prefill = replace(prefill, num_workers=max(1, round(prefill.num_workers * factor)))
-    left = num_gpus - decode.num_gpus - (prefill.num_gpus if prefill else 0)
-    while left < sizes.train.gpus_each:
-        if prefill is not None and prefill.num_workers > decode.num_workers:
-            prefill = replace(prefill, num_workers=prefill.num_workers - 1)
-        else:
-            decode = replace(decode, num_workers=decode.num_workers - 1)
-        left = num_gpus - decode.num_gpus - (prefill.num_gpus if prefill else 0)
-    train = replace(sizes.train, num_workers=left // sizes.train.gpus_each)
-    scaled = replace(sizes, decode=decode, prefill=prefill, train=train)
-    return replace(scaled, components=_scale_nodes(scaled, factor))
-
-
-def _scale_nodes(sizes: CampaignSizes, factor: float) -> tuple[JobComponent, ...]:
-    """Return the components with nodes for the GPUs of their workers; those without are scaled by the factor."""
-    num_gpus, found = sizes.count_gpus(), []
-    for component in sizes.components:
-        nodes = max(1, round(component.nodes * factor))
-        if component.gpus_per_node and num_gpus[component.index]:
-            nodes = -(-num_gpus[component.index] // component.gpus_per_node)
-        found.append(msgspec.structs.replace(component, nodes=nodes))
-    return tuple(found)

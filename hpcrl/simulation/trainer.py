@@ -49,7 +49,10 @@ class SimulatedTrainer:
     unscored: list[Trajectory] = field(default_factory=list)
     """Durable trajectories whose rewards it may wait for."""
     steps: list[SimulatedStep] = field(default_factory=list)
-    is_training: bool = False
+    step_end: float | None = None
+    """The time when the step that runs will end; None if none does."""
+    chosen: list[Trajectory] = field(default_factory=list)
+    """The trajectories of that step."""
     is_draining: bool = False
     on_idle: Callable[[], object] = do_nothing
     """Called when a step has ended."""
@@ -76,7 +79,7 @@ class SimulatedTrainer:
     def try_step(self) -> None:
         """Start a step if there are enough groups, no env worker asks to wait, and no rewards are awaited."""
         train, rollout = self.recipe.train, self.recipe.rollout
-        if self.is_training or self.is_draining:
+        if self.step_end is not None or self.is_draining:
             return
         has_batch = len(self._waiting) >= train.groups_per_step * rollout.group_size
         is_allowed = has_batch and all(allows_version(limit, self.version + 1) for limit in self.list_holds())
@@ -106,12 +109,20 @@ class SimulatedTrainer:
     def _settle(self, trajectories: list[Trajectory]) -> None:
         self.waiting.subtract(self.find_worker(one) for one in trajectories)
 
+    def abandon_step(self) -> None:
+        """End the step that runs without its result; its trajectories are chosen from again."""
+        self._waiting = [*self.chosen, *self._waiting]
+        self.chosen, self.step_end = [], None
+        self._looked_at = -1
+
     def _start(self, chosen: list[Trajectory]) -> None:
-        self.is_training = True
         started_at, waited_s = self.queue.now, self.queue.now - self._idle_since
+        self.chosen, self.step_end = chosen, started_at + self.estimate_s(chosen)
         lags = Counter(self.version - one.start_version for one in chosen)
 
         def end() -> None:
+            if self.chosen is not chosen:  # the step was abandoned
+                return
             step = SimulatedStep(
                 started_at=started_at,
                 ended_at=self.queue.now,
@@ -120,11 +131,11 @@ class SimulatedTrainer:
                 lags=lags,
             )
             self.steps.append(step)
-            self.is_training, self._idle_since = False, self.queue.now
+            self.chosen, self.step_end, self._idle_since = [], None, self.queue.now
             self._settle(chosen)
             self.version += 1
             self.publish(self.version)
             self.on_idle()
             self.try_step()
 
-        self.queue.call_later(self.estimate_s(chosen), end)
+        self.queue.call_at(self.step_end, end)

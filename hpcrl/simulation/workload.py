@@ -245,6 +245,8 @@ def _read_call(path: Path, line: int, row: dict[str, str], names: dict[str, str]
     def read_tokens(name: str) -> int:
         return max(1, int(read(name)) // (CHARS_PER_TOKEN if name.endswith("_chars") else 1))
 
+    if not row[names["session"]]:
+        raise ConfigError(f"{path}, line {line}: {names['session']} is empty: name the session of the call")
     return _RecordedCall(
         session=f"{row.get('family') or row.get('domain') or ''} {row[names['session']]}",
         t_s=read(names["t_s"], largest=_LATEST),

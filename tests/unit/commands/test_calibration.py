@@ -122,6 +122,29 @@ def test_gpus_and_models_that_are_not_known_are_counted_and_too_few_rows_refused
         fit_servers(servers)
 
 
+def test_fp8_on_a_gpu_without_it_is_computed_in_bfloat16(tmp_path):
+    path = tmp_path / "fp8.csv"
+    path.write_text(f"{HEADER}\n" + "".join(f"{gpu},Qwen/Qwen3-8B,fp8,1,4,100,100,8\n" for gpu in ("a100-80", "h100")))
+    without, with_fp8 = (point.shape for point in read_serving_csv(path).points)
+    assert (without.weight_bytes, without.factor_bytes) == (1.0, 2.0)
+    assert (with_fp8.weight_bytes, with_fp8.factor_bytes) == (1.0, None)
+
+
+def test_coefficients_below_the_peaks_are_named(tmp_path, capsys):
+    """Times a third of the usual ones: the GPU is faster than the one that is named."""
+    usual = [
+        (batch, estimate_speed(GPU_CATALOGUE["h100"], shape=SHAPE).decode_s(batch, num_kv=batch * 4000) * 300)
+        for batch in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+    ]
+    path = tmp_path / "fast.csv"
+    rows = [f"h100,Qwen/Qwen3-8B,bf16,1,{batch},3950,100,{ms:.4f}\n" for batch, ms in usual]
+    path.write_text(f"{HEADER}\n" + "".join(rows))
+    assert main(["calibrate", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "# read = 0." in printed
+    assert "is less than the peaks of the GPUs allow (0.7 at least)" in printed
+
+
 def test_a_held_out_type_that_is_not_in_the_file_is_refused(csv_file):
     with pytest.raises(ConfigError, match=r"--hold-out b200: .*has measurements of h100, h200"):
         fit_servers(read_serving_csv(csv_file), held_out=["b200"])

@@ -34,3 +34,14 @@ def test_stages_divide_the_gpus_of_an_engine() -> None:
     staged = msgspec.structs.replace(PLAIN, pipeline_parallel=2)
     assert divide_engine_gpus(staged, num_gpus=8) == (4, 2)
     assert divide_engine_gpus(PLAIN, num_gpus=0) == (1, 1)
+
+
+def test_copies_of_the_model_share_the_requests_of_a_worker() -> None:
+    """A worker with two copies decodes twice the batch of a worker with one in the same time, on twice the GPUs."""
+    copies = msgspec.structs.replace(PLAIN, data_parallel=2)
+    assert divide_engine_gpus(copies, num_gpus=8) == (4, 1)
+    one = estimate_engine_speed(PLAIN, gpu=GPU_CATALOGUE["h100"], shape=SHAPE, num_gpus=4)
+    two = estimate_engine_speed(copies, gpu=GPU_CATALOGUE["h100"], shape=SHAPE, num_gpus=8)
+    assert two.decode_s(32, num_kv=64_000) == pytest.approx(one.decode_s(16, num_kv=32_000))
+    assert two.kv_tokens == 2 * one.kv_tokens
+    assert 2 * two.prefill_s(1000) == pytest.approx(one.prefill_s(1000))

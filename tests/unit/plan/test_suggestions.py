@@ -93,6 +93,19 @@ def test_the_frontier_has_no_plan_beside_which_another_is_as_fast_and_as_cheap()
     assert [one.settings[0] for one in choose_frontier(made, others)] == ["faster", "cheaper"]
 
 
+def test_times_that_differ_by_less_than_their_error_are_the_same() -> None:
+    made, better = (
+        msgspec.structs.replace(timed(name, hours, cost), campaign_error=0.1)
+        for name, hours, cost in (("made", 10.0, 100.0), ("a=1", 9.0, 90.0))
+    )
+    assert choose_frontier(made, [better]) == []
+    cheaper = msgspec.structs.replace(better, campaign_node_hours=80.0)
+    assert choose_frontier(made, [cheaper]) == [cheaper]
+    planned, line = show_suggestions([cheaper], made, site="x")
+    assert "the last step after 10 h ± 10%, " in planned
+    assert line.endswith(": saves 20% of the node-hours of the plan above")
+
+
 def test_a_long_frontier_keeps_its_ends() -> None:
     made = timed("made", 10.0, 100.0)
     others = [timed(str(number), number, 50.0 - number) for number in range(1, 8)]

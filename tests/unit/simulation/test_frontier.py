@@ -49,6 +49,29 @@ def test_more_engines_make_a_campaign_faster_that_waits_for_them() -> None:
     assert more.campaign_hours < made.campaign_hours
 
 
+def test_plans_of_which_several_sizes_are_smaller_are_found_by_settings_that_lead_to_them() -> None:
+    settings = ("model.num_params=8000000000", "resources.train.num_workers=8", "resources.decode.num_workers=8")
+    request = plan_request(*settings, "resources.prefill.num_workers=0")
+    made, *others = time_plans(request, LATENCIES, SimulationSettings(num_steps=3))
+    cheapest = min(others, key=lambda one: one.campaign_node_hours or 0.0)
+    keys = {setting.partition("=")[0] for setting in cheapest.settings}
+    assert {"resources.train.num_workers", "resources.decode.num_workers"} <= keys
+    assert cheapest.nodes < made.nodes
+    again = plan_request(*settings, "resources.prefill.num_workers=0", *cheapest.settings).plan
+    assert (again.layout, again.num_nodes, again.num_gpus) == (cheapest.layout, cheapest.nodes, cheapest.gpus)
+    assert len({one.size for one in (made, *others)}) == 1 + len(others)
+
+
+def test_the_error_of_a_time_is_that_of_its_steps() -> None:
+    """Those of two seeds are within three errors."""
+    request = plan_request("train.num_steps=60")
+    one, other = (time_plans(request, LATENCIES, SimulationSettings(seed=seed))[0] for seed in (1, 2))
+    assert one.campaign_hours is not None
+    assert other.campaign_hours is not None
+    assert 0 < one.find_error(other) < 0.4
+    assert abs(one.campaign_hours / other.campaign_hours - 1) < 3 * one.find_error(other)
+
+
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "hpcrl.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -60,6 +83,7 @@ def test_plan_suggest_prints_the_time_and_cost_of_the_campaign() -> None:
     assert "a job; the last step after " in done.stdout.splitlines()[0]
     listed = json.loads(run("plan", "quickstart", "--site", "lab", "--suggest", "--json").stdout)
     assert all(one["campaign_hours"] > 0 for one in listed)
+    assert [one["settings"] == [] for one in listed] == [True, *[False] * (len(listed) - 1)]
     assert run("simulate", "quickstart", "--site", "lab", "--suggest").stdout == done.stdout
     assert done.stdout.count("assumed   environments start in ") == 1
 
@@ -79,6 +103,14 @@ def test_the_number_of_simulated_plans_is_shown_on_a_terminal() -> None:
     assert b"plans are simulated" in shown
     assert b"100%" in shown
     assert printed.startswith("planned   hetjob")
+
+
+def test_both_commands_list_what_fits_of_a_recipe_that_does_not() -> None:
+    words = ("qwen3-8b-math", "--site", "perlmutter", "-s", "resources.train.num_workers=1", "--suggest")
+    plan, simulation = run("plan", *words, "-s", "site.account=m1"), run("simulate", *words, "-s", "site.account=m1")
+    assert plan.returncode == simulation.returncode == 0
+    assert plan.stdout == simulation.stdout
+    assert plan.stdout.startswith("fits      -s resources.train.num_workers=2")
 
 
 def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:

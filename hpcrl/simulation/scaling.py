@@ -1,0 +1,110 @@
+"""A recipe with the workers of another number of GPUs, planned as any other: `hpcrl simulate --gpus N`.
+
+plan_for_gpus   plan it with more or fewer workers of each role, without limits on nodes
+"""
+
+import math
+
+from hpcrl.campaign.request import CampaignRequest
+from hpcrl.config.recipe import Recipe, RoleName, name_role_resources
+from hpcrl.config.site import Site
+from hpcrl.errors import ConfigError, PlanError
+from hpcrl.plan.plan import make_plan
+from hpcrl.plan.suggestions import change_fields
+from hpcrl.simulation.sizes import find_sizes
+
+UNLIMITED_NODES = 1_000_000
+
+
+def plan_for_gpus(recipe: Recipe, site: Site, num_gpus: int) -> CampaignRequest:
+    """Plan a recipe so that its nodes have at most `num_gpus` GPUs, divided among the roles as in its own plan.
+
+    The plan is checked as any other, but for the number of nodes that a partition has. Raise PlanError where it is
+    refused, ConfigError where the GPUs are too few for one worker of each role.
+    """
+    if site.scheduler == "local":
+        raise ConfigError(f"--gpus {num_gpus}: site {site.name} is one machine: name the site of a cluster")
+    base = _plan_own_size(recipe, site, num_gpus)
+    budget, num_reserved = num_gpus, 0
+    while True:
+        numbers = _divide_gpus(base, budget, num_gpus=num_gpus, num_reserved=num_reserved)
+        try:
+            scaled = _plan_with(base.recipe, site, numbers)
+        except PlanError as error:
+            more = f"whole nodes would have {num_reserved} GPUs; with fewer workers, " if num_reserved else ""
+            raise PlanError(f"--gpus {num_gpus}: {more}{error}") from None
+        num_reserved = find_sizes(scaled).num_charged_gpus
+        if num_reserved <= num_gpus:
+            return _fill_nodes(scaled, numbers, num_gpus)
+        budget = min(budget - 1, budget * num_gpus // num_reserved)
+
+
+def _plan_own_size(recipe: Recipe, site: Site, num_gpus: int) -> CampaignRequest:
+    """Plan the recipe as it stands; where that is refused, with the fewest times the ranks with which it is not."""
+    try:
+        return CampaignRequest(recipe=recipe, site=site, plan=make_plan(recipe, site))
+    except PlanError as error:
+        refusal = error
+    train = recipe.resources.train
+    factor = 1
+    while factor * train.num_workers * max(1, train.gpus_per_worker) <= num_gpus:
+        try:
+            return _plan_with(recipe, site, {"train": factor * train.num_workers})
+        except PlanError:
+            factor *= 2
+    raise refusal
+
+
+def _plan_with(recipe: Recipe, site: Site, numbers: dict[RoleName, int]) -> CampaignRequest:
+    """Plan a recipe with these numbers of workers, on any number of nodes."""
+    changes = {f"{name_role_resources(role)}.num_workers": number for role, number in numbers.items()}
+    changed = change_fields(recipe, changes)
+    sizes = {f"partitions.{label}.max_nodes": UNLIMITED_NODES for label in site.partitions}
+    return CampaignRequest(recipe=changed, site=site, plan=make_plan(changed, change_fields(site, sizes)))
+
+
+def _fill_nodes(request: CampaignRequest, numbers: dict[RoleName, int], num_gpus: int) -> CampaignRequest:
+    """Add workers of one role after the other while all nodes together have at most `num_gpus` GPUs."""
+    growing = list(find_sizes(request).roles)
+    while growing:
+        for role in list(growing):
+            more = numbers | {role: numbers[role] + (_count_replica_ranks(request) if role == "train" else 1)}
+            try:
+                larger = _plan_with(request.recipe, request.site, more)
+            except PlanError:
+                growing.remove(role)
+                continue
+            if find_sizes(larger).num_charged_gpus > num_gpus:
+                growing.remove(role)
+                continue
+            request, numbers = larger, more
+    return request
+
+
+def _divide_gpus(base: CampaignRequest, budget: int, *, num_gpus: int, num_reserved: int) -> dict[RoleName, int]:
+    """Return the numbers of workers that have `budget` GPUs together; training has what engines leave of them."""
+    plan = base.plan
+    roles = [role for role in plan.roles if role.role != "reward"]
+    planned = {role.role: role.num_workers // role.nodes_per_engine for role in roles}
+    gpus_each = {role: plan.role(role).gpus_per_engine for role in plan.judge_roles}
+    gpus_each |= {role: size.gpus_each for role, size in find_sizes(base).roles.items()}
+    factor = budget / sum(planned[role] * num for role, num in gpus_each.items())
+    num_ranks = _count_replica_ranks(base)
+    gpus_each["train"] *= num_ranks
+    if budget < (least := sum(gpus_each.values())):
+        each = ", ".join(f"{num} for {role}" for role, num in gpus_each.items())
+        nodes = f", on nodes with {num_reserved} together" if num_reserved else ""
+        raise ConfigError(f"--gpus {num_gpus}: one worker of each role needs {least} GPUs ({each}){nodes}: give more")
+    numbers = {role: max(1, round(num * factor)) for role, num in planned.items()}
+    rollout = base.recipe.rollout
+    numbers["env"] = min(numbers["env"], max(1, rollout.max_running // rollout.episodes_per_group))
+    engines = [role for role, num in gpus_each.items() if role != "train" and num]
+    while (left := budget - sum(numbers[role] * gpus_each[role] for role in engines)) < gpus_each["train"]:
+        numbers[max(engines, key=lambda role: (numbers[role] > 1, numbers[role] * gpus_each[role]))] -= 1
+    return numbers | {"train": left // gpus_each["train"] * num_ranks}
+
+
+def _count_replica_ranks(request: CampaignRequest) -> int:
+    """Return the ranks that hold one copy of the model together; each has one GPU."""
+    train = request.recipe.train
+    return train.pipeline_parallel * math.lcm(train.tensor_parallel * train.context_parallel, train.expert_parallel)
