@@ -7,8 +7,10 @@
 
 Each model is made at its published sizes with 4 and with 6 layers by the trainer's own code, its micro-batch goes
 forward and backward after a first optimizer step, and the peaks are extrapolated to all layers: every layer adds the
-same (hpcrl/testing/fake_steps.py). Smaller models make real steps on CPUs, whose resident memory is measured
-(bench/memory_steps.py). A value is model / measured, so 1 is exact; an error is the larger of it and its inverse.
+same (hpcrl/testing/fake_steps.py). Compressed attention (DeepSeek) is not compared: PyTorch's kernels for CPUs need
+values as large as keys, and without them it has a matrix of all pairs, which it has not on GPUs. Smaller models make
+real steps on CPUs, whose resident memory is measured (bench/memory_steps.py). A value is model / measured, so 1 is
+exact; an error is the larger of it and its inverse.
 """
 
 import sys
@@ -49,6 +51,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936},
         **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "decoder_sparse_step": 1},
         "mlp_only_layers": [],
+    },
+    "Mixtral-8x7B": {
+        **{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000},
+        **{"num_local_experts": 8, "num_experts_per_tok": 2},
+    },
+    "GLM-4.5-Air": {
+        **{"model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46},
+        **{"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552},
+        **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
+        **{"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": False},
     },
 }
 
@@ -106,6 +119,10 @@ MORE_CASES = (
     MemoryCase("Qwen3-30B-A3B", 8192, RankSetup(is_bf16=True)),
     MemoryCase("Qwen3-8B", 8192, _divide_rows(_shards(16, has_recompute=False), size=2)),
     MemoryCase("Qwen3-30B-A3B", 65536, _divide_rows(_shards(64), size=8)),
+    MemoryCase("Mixtral-8x7B", 8192, _shards(32)),
+    MemoryCase("Mixtral-8x7B", 8192, _shards(32, has_recompute=False)),
+    MemoryCase("GLM-4.5-Air", 8192, _shards(64)),
+    MemoryCase("GLM-4.5-Air", 8192, _shards(64, has_recompute=False)),
 )
 """Those of --full."""
 

@@ -130,7 +130,9 @@ def make_model(fields: dict[str, Any], setup: RankSetup, *, world: "World", is_r
                 else:
                     local.fill_(1.0 if is_random else 1e-3)
 
-    called = TokenModel(module, context=make_context_group(world, size=setup.context_parallel))
+    called = TokenModel(
+        module, context=make_context_group(world, size=setup.context_parallel, is_packed=setup.is_packed)
+    )
     return TrainedModel(module, train=make_settings(setup), world=world, learning_rate=1e-4, called=called, fill=fill)
 
 

@@ -82,7 +82,7 @@ prompts are computed between the steps in less than the model thinks."""
 MAX_IDLE_FACTOR = 1000.0
 """A training step that takes longer than at the peaks of its GPUs by this factor does not measure them."""
 PEAK_COEFFICIENTS = ("read", "kv", "compute", "prefill", "train")
-"""Those that are relative to a peak of the GPUs."""
+"""The coefficients that are relative to a peak of the GPUs."""
 PEAK_FIT_SHARE = 0.7
 """A coefficient below this is wrong; those of published figures are at least 0.9."""
 MIN_RUNNING = 0.5

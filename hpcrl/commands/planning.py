@@ -173,7 +173,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
         table.add_row(role.role, *where, *each)
     console.print(table)
-    for line in plan.train_memory.describe() if plan.train_memory is not None else ():
+    lines = plan.train_memory.describe() if plan.train_memory is not None else []
+    for line in [*lines, *(line for memory in plan.engine_memory for line in memory.describe())]:
         console.print(f"memory    {line}", soft_wrap=True)
     for size in plan.sizes:
         console.print(f"sizes     {size}", soft_wrap=True)

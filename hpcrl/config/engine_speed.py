@@ -3,11 +3,13 @@
 estimate_engine_speed  seconds that an engine takes
 divide_engine_gpus     the GPUs within a stage of each copy of the model, and the stages
 round_weights          the model as its GPUs hold it
+count_weight_bytes     the bytes of a model on its GPUs
 """
 
 import msgspec
 
 from hpcrl.config.recipe import EngineConfig
+from hpcrl.hardware.architecture import ModelArchitecture
 from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, share_among_copies
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
@@ -32,3 +34,11 @@ def round_weights(shape: ModelShape, engine: EngineConfig, *, gpu: GpuModel) -> 
         return shape
     factor_bytes = BYTES_FP8 if gpu.has_fp8 else BYTES_BF16
     return msgspec.structs.replace(shape, weight_bytes=BYTES_FP8, factor_bytes=factor_bytes)
+
+
+def count_weight_bytes(engine: EngineConfig, num_params: int, shape: ModelArchitecture | None) -> float:
+    """Return the bytes of a model on the GPUs of an engine; rounding leaves its embeddings and its head in bfloat16."""
+    if engine.quantization == "none":
+        return float(num_params * BYTES_BF16)
+    precise = shape.embedding_params + shape.head_params if shape is not None else 0
+    return float((num_params - precise) * BYTES_FP8 + precise * BYTES_BF16)

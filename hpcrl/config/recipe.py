@@ -421,14 +421,14 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """With trainer "megatron": ranks that share the layers in order."""
     expert_parallel: Count = 1
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
-    context_parallel: Count = 1
+    context_parallel: Literal["auto"] | Count = "auto"
     """With trainer "torch": ranks that divide the positions of each trajectory, for long ones; it divides the model's
-    attention heads."""
+    attention heads. Auto: the fewest with which the plan finds that the longest trajectory fits."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"
     """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
-    micro-batches do not fit otherwise, and with sharding = "full" without known sizes; not with "megatron"."""
+    micro-batches do not fit otherwise, and with sharding = "full" without known sizes."""
     compile: bool = False
     """With trainer "torch": layers are compiled (torch.compile) when the first micro-batches need them."""
     offload: bool = False
@@ -535,7 +535,11 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     keep_checkpoints: Count = 2
     """The number of the newest checkpoints that are kept."""
     keep_best: CountOrZero = 0
-    """Checkpoints kept besides the newest: those with the highest mean reward, of evaluations if there are any."""
+    """Checkpoints of which the weights are kept besides the newest, to be exported: those with the highest mean reward,
+    of evaluations if there are any."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the optimizer's moments in checkpoints. In bfloat16 a checkpoint has two thirds of the bytes, and a
+    campaign continues from rounded moments; weights are always float32."""
     keep_versions: Count = 4
     """The number of the newest versions of the weights that are kept as files."""
     publish_dtype: WeightsDtype | Literal["auto"] = "auto"
@@ -547,6 +551,11 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     def has_bf16(self, *, on_gpus: bool) -> bool:
         """Return whether the trainer's passes are in bf16, on GPUs or on CPUs."""
         return self.precision == "bf16" or (self.precision == "auto" and on_gpus)
+
+    @property
+    def context_size(self) -> int:
+        """The ranks that divide the positions of each trajectory; 1 where no plan has chosen them."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -903,7 +912,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     def num_train_shares(self) -> int:
         """The shares that a training step is divided into: the data-parallel degree of the trainer."""
         train = self.train
-        num_together = train.tensor_parallel * train.pipeline_parallel * train.context_parallel
+        num_together = train.tensor_parallel * train.pipeline_parallel * train.context_size
         return self.resources.train.num_workers // num_together
 
     @property

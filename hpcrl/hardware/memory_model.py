@@ -1,6 +1,6 @@
 """Estimate memory from the size of a model. Pure.
 
-engine_memory_gib       of an engine
+compute_engine_gib      of an engine
 compute_window_bytes    of a node's weight window
 num_env_places          environments that fit into an env worker
 GIB, BYTES_FP8, BYTES_BF16, BYTES_FP32, BYTES_PER_VALUE, MIN_KV_SHARE, ENV_WORKER_GIB    constants
@@ -18,9 +18,9 @@ ENV_WORKER_GIB = 1.0
 """Memory of an env worker itself: its episodes, its tokenizer, environments that run in its process."""
 
 
-def engine_memory_gib(num_params: int) -> float:
+def compute_engine_gib(weight_bytes: float) -> float:
     """Return the memory that one inference worker needs for its weights and a useful KV cache."""
-    return num_params * BYTES_BF16 / GIB / (1 - MIN_KV_SHARE)
+    return weight_bytes / GIB / (1 - MIN_KV_SHARE)
 
 
 def compute_window_bytes(num_params: int, *, dtype: str) -> float:

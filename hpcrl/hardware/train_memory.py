@@ -5,6 +5,7 @@
     estimate_node_memory, NodeMemory    bytes of host memory of a node of the trainer
     RankSetup                           the settings that decide both
     count_trained_params, count_adapter_params    the weights that change, and those of LoRA
+    choose_shard_dim                    the dimension of a weight of which each rank has a part
     MAX_CHUNK_LOGITS                    logits that exist at once
 
 A rank holds its state all the time. What comes and goes is computed at each moment that can be the peak, and the
@@ -30,8 +31,8 @@ LOGITS_CHUNK_BYTES = 3 * BYTES_FP32 * MAX_CHUNK_LOGITS
 """The logits of a chunk, and two more tensors of their size."""
 RANK_PROCESS_BYTES = 3 * GIB
 """Host memory of the process of a rank on a GPU: libraries, the CUDA context, the rows of a step."""
-NUM_SAVED_PARTS = 3
-"""Parts of a weight in a checkpoint: its value and two moments."""
+NUM_MOMENTS = 2
+"""The moments of a weight in a checkpoint."""
 MAX_TOKENS = 1 << 24
 """The micro-batches that are looked at, when the largest is looked for, have fewer tokens."""
 
@@ -46,20 +47,20 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     has_recompute: bool = False
     """True if layers keep only their inputs, and compute the rest again for the gradient."""
     is_packed: bool = False
-    """True with train.rows = "packed": attention has a mask, unless positions are divided."""
+    """True with train.rows = "packed"."""
+    has_mask: bool = False
+    """True if the attention of packed rows has a mask of all pairs: in models whose rows cannot be looked at alone."""
     context_parallel: int = 1
     """Ranks that divide the positions of the rows."""
     lora_rank: int = 0
     is_offloaded: bool = False
     """True with train.offload: shards are in host memory while they do not compute."""
+    has_bf16_moments: bool = False
+    """True if checkpoints have the optimizer's moments in bfloat16."""
 
     @property
     def num_shards(self) -> int:
         return self.num_ranks if self.is_sharded else 1
-
-    @property
-    def has_mask(self) -> bool:
-        return self.is_packed and self.context_parallel == 1
 
     @property
     def trains_all(self) -> bool:
@@ -70,6 +71,11 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     def weight_bytes(self) -> int:
         """The bytes of a weight of the model."""
         return BYTES_FP32 if self.trains_all else self.compute_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of a trained weight in a checkpoint, with its moments."""
+        return BYTES_FP32 + NUM_MOMENTS * (BYTES_BF16 if self.has_bf16_moments else BYTES_FP32)
 
     @property
     def compute_bytes(self) -> int:
@@ -129,8 +135,9 @@ def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_toke
     The ranks of a context-parallel group divide them.
     """
     num_tokens = -(-num_tokens // setup.context_parallel)
-    trained = count_trained_params(shape, setup) / setup.num_shards
-    frozen = 0.0 if setup.trains_all else shape.num_params / setup.num_shards
+    uneven = _count_uneven_params(shape, setup.num_shards)
+    trained = count_trained_params(shape, setup) / setup.num_shards + uneven * setup.trains_all
+    frozen = 0.0 if setup.trains_all else shape.num_params / setup.num_shards + uneven
     has_buckets = setup.num_ranks > 1 and not setup.is_sharded
     list_moments = _list_sharded_moments if setup.is_sharded else _list_whole_moments
     moments = list_moments(shape, setup, num_tokens)
@@ -146,6 +153,26 @@ def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_toke
         logits=peak.logits,
         peak=peak.name,
     )
+
+
+def choose_shard_dim(shape: tuple[int, ...], num_ranks: int) -> int:
+    """Return the dimension of a weight of which each rank has a part.
+
+    It is the first; of a stack of experts whose number cannot be divided, another one that can.
+    """
+    if len(shape) < 3 or not shape[0] % num_ranks:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if not size % num_ranks), 0)
+
+
+def _count_uneven_params(shape: ModelArchitecture, num_shards: int) -> float:
+    """Count the weights of experts that a rank has beyond an even share: those of whole experts, where none is cut."""
+    num, inner, hidden = shape.num_experts, shape.expert_inner, shape.hidden_size
+    stacks = ((num, 2 * inner, hidden), (num, hidden, inner)) if num else ()
+    sizes = (stack[choose_shard_dim(stack, num_shards)] for stack in stacks)
+    if not any(size % num_shards for size in sizes):
+        return 0.0
+    return shape.num_expert_params * (-(-num // num_shards) / num - 1 / num_shards)
 
 
 def find_most_tokens(shape: ModelArchitecture, setup: RankSetup, *, num_bytes: float) -> int:
@@ -363,13 +390,13 @@ def estimate_node_memory(
     sharded is saved and published by one rank, whose node this is.
     """
     share = num_ranks / setup.num_ranks if setup.is_sharded else 1.0
-    saved = count_trained_params(shape, setup) * share * NUM_SAVED_PARTS
+    saved = count_trained_params(shape, setup) * share * setup.saved_bytes
     on_gpu = estimate_rank_memory(shape, msgspec.structs.replace(setup, is_offloaded=False), num_tokens=0)
     num_values = shape.num_params if num_published is None else num_published
     window = 0.0 if published_dtype is None else compute_window_bytes(num_values, dtype=published_dtype)
     return NodeMemory(
         processes=float(num_ranks * RANK_PROCESS_BYTES),
-        snapshot=BYTES_FP32 * saved,
+        snapshot=saved,
         window=window * share,
         state=num_ranks * (on_gpu.weights + on_gpu.gradients + on_gpu.optimizer) * setup.is_offloaded,
     )

@@ -12,6 +12,7 @@ sizing      the number of workers where the recipe leaves it open
 job_time    the least time of a job against its walltime
 storage     the space for checkpoints, weights and trajectories, and its growth
 trainer_memory  the memory of the trainer's GPUs and nodes
+engine_memory   that of the engines'
 programs    the programs of agents against the memory of their nodes
 records     recipe, site and plan of a campaign, read again
 suggestions  other plans for a recipe and a site, with their cost

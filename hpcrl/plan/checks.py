@@ -185,7 +185,7 @@ def _check_division(recipe: Recipe) -> None:
 
 def _check_context_parallel(recipe: Recipe) -> None:
     """Check that ranks can divide the positions of rows."""
-    size, ranks = recipe.train.context_parallel, recipe.resources.train.num_workers
+    size, ranks = recipe.train.context_size, recipe.resources.train.num_workers
     if ranks % size:
         raise PlanError(
             f"resources.train.num_workers = {ranks} is not a multiple of train.context_parallel = {size}: set it to "
@@ -410,11 +410,12 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
     plain: dict[str, Any] = {
-        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "context_parallel": 1},
-        "compile": False,
+        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "compile": False},
+        "context_size": 1,
     }
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
+            name = name.replace("context_size", "context_parallel")
             return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
     if train.sharding == "full":
         return (
@@ -581,7 +582,7 @@ _IMITATION_SETTINGS = frozenset(
         ),
         *("adam_eps", "max_grad_norm", "weight_decay", "tokens_per_micro_batch", "max_row_tokens"),
         *("lora_rank", "lora_alpha", "moe_aux_coef"),
-        *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints"),
+        *("max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints", "moments_dtype"),
     }
 )
 """The settings of [train] that act where every step is one of the warm-up."""

@@ -26,11 +26,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from hpcrl.config.engine_speed import count_weight_bytes
 from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
-from hpcrl.config.recipe import Recipe, RoleName, WorkerResources
+from hpcrl.config.recipe import EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
+from hpcrl.hardware.architecture import find_context_conflict
 from hpcrl.hardware.megatron_memory import MegatronSetup
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, count_adapter_params, estimate_node_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
@@ -171,9 +173,11 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
         is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
-        context_parallel=train.context_parallel,
+        has_mask=train.rows == "packed" and find_context_conflict(recipe.model.config, size=1) is not None,
+        context_parallel=train.context_size,
         lora_rank=train.lora_rank,
         is_offloaded=train.offload,
+        has_bf16_moments=train.moments_dtype == "bfloat16",
     )
 
 
@@ -222,11 +226,13 @@ class MemoryNeed:
 def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
     """Return the needs of the engines with a model of known size; trainer_memory.py has those of the trainer."""
     found: list[MemoryNeed] = []
-    engines: list[tuple[RoleName, int | None]] = [(role, recipe.model.num_weights) for role in ("prefill", "decode")]
-    engines += zip(recipe.judge_roles, (judge.num_weights for judge in recipe.judge.values()), strict=True)
-    for role, num_params in engines:
-        if num_params is not None:
-            gib = memory_model.engine_memory_gib(num_params)
+    engines: list[tuple[RoleName, ModelConfig, EngineConfig]] = [
+        *((role, recipe.model, recipe.engine) for role in ENGINE_ROLES),
+        *((role, judge, judge.engine) for role, judge in zip(recipe.judge_roles, recipe.judge.values(), strict=True)),
+    ]
+    for role, model, engine in engines:
+        if (num_params := model.num_weights) is not None:
+            gib = memory_model.compute_engine_gib(count_weight_bytes(engine, num_params, model.architecture))
             found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights"))
     return found
 

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from hpcrl.config.recipe import Recipe, RoleName
+from hpcrl.config.engine_speed import count_weight_bytes
+from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.hardware.architecture import ModelArchitecture, read_max_context
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GpuModel
-from hpcrl.hardware.memory_model import BYTES_BF16, GIB, engine_memory_gib
+from hpcrl.hardware.memory_model import BYTES_BF16, GIB, compute_engine_gib
 from hpcrl.plan.demand import compute_role_demand, show_weights
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 from hpcrl.plan.partitions import rank_partitions
@@ -58,7 +59,7 @@ def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str
         return least, ""
     longest = recipe.max_context or read_max_context(recipe.model.config) or 0
     numbers = list(_list_numbers(partition, shape, least=least, spans=may_span_nodes(role, recipe)))
-    fitting = (num for num in numbers if _has_room(shape, gpu, num, num_copies=engine.data_parallel, longest=longest))
+    fitting = (num for num in numbers if _has_room(shape, gpu, num, engine=engine, longest=longest))
     num = next(fitting, numbers[-1] if numbers else least)
     if num == least:
         return num, ""
@@ -78,13 +79,14 @@ def _list_numbers(partition: SitePartition, shape: ModelArchitecture, *, least: 
             yield num
 
 
-def _has_room(shape: ModelArchitecture, gpu: GpuModel, num: int, *, num_copies: int, longest: int) -> bool:
+def _has_room(shape: ModelArchitecture, gpu: GpuModel, num: int, *, engine: EngineConfig, longest: int) -> bool:
     """Return whether GPUs hold their copies of a model, and each copy the KV of one conversation."""
-    each_gib = gpu.memory_gib * num / num_copies
-    num_ranks = num // num_copies
+    each_gib = gpu.memory_gib * num / engine.data_parallel
+    num_ranks = num // engine.data_parallel
     kv_bytes = BYTES_BF16 * shape.kv_values_per_token * longest * max(1.0, num_ranks / _count_kv_heads(shape))
-    weights_gib = shape.num_params * BYTES_BF16 / GIB
-    return engine_memory_gib(shape.num_params) <= each_gib and weights_gib + kv_bytes / GIB <= each_gib * USABLE_SHARE
+    weight_bytes = count_weight_bytes(engine, shape.num_params, shape)
+    fits = weight_bytes + kv_bytes <= each_gib * GIB * USABLE_SHARE
+    return fits and compute_engine_gib(weight_bytes) <= each_gib
 
 
 def _count_kv_heads(shape: ModelArchitecture) -> int:

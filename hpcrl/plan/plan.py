@@ -12,7 +12,7 @@ The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, R
 from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
+from hpcrl.hardware.architecture import find_context_conflict
 from hpcrl.plan.checks import check_recipe
 from hpcrl.plan.components import (
     JobComponent,
@@ -36,6 +37,7 @@ from hpcrl.plan.components import (
 )
 from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
 from hpcrl.plan.engine_gpus import choose_engine_gpus
+from hpcrl.plan.engine_memory import EngineMemory, find_engine_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
 from hpcrl.plan.job_time import check_job_time
 from hpcrl.plan.layout import SPREAD_LAYOUTS, JobLayout, JobPlacement, place_roles
@@ -132,10 +134,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """True if new weights may be sent from node to node; otherwise they go by files, and nodes need no window."""
     train_sharding: Literal["none", "full"] = "none"
     """The sharding of trainer "torch", chosen where the recipe leaves it open."""
+    train_context_parallel: int = 1
+    """The ranks of trainer "torch" that divide the positions of rows, chosen likewise."""
     tokens_per_micro_batch: int = DEFAULT_MICRO_BATCH_TOKENS
     """The tokens of the trainer's micro-batches, chosen where the recipe leaves them open."""
     train_memory: TrainerMemory | None = None
-    """The memory of the GPUs and nodes of trainer "torch"; None where there are none, or no sizes are known."""
+    """The memory of the trainer's GPUs and nodes; None where there are none, or no sizes are known."""
+    engine_memory: list[EngineMemory] = []
+    """The memory of the engines, by role."""
 
     def role(self, name: RoleName) -> RolePlan:
         """Return the plan of one role."""
@@ -246,9 +252,16 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         reward_jobs=reward_jobs,
         has_couriers=site.mpi.couriers,
         train_sharding="full" if recipe.train.sharding == "full" else "none",
+        train_context_parallel=recipe.train.context_size,
         tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
+        engine_memory=find_engine_memory(recipe, choices, site, node_gib=_list_own_nodes(placement.layout, roles)),
     )
+
+
+def _list_own_nodes(layout: JobLayout, roles: list[RolePlan]) -> dict[RoleName, float]:
+    """Return the host memory on a node by role, where nodes have one role each."""
+    return {} if layout in ("local", "colocated") else {role.role: role.step_mem_gib for role in roles}
 
 
 def _check_spanning_engines(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe, site: Site) -> list[str]:
@@ -287,11 +300,11 @@ def _warn_many_steps(roles: list[RolePlan], components: list[JobComponent], site
 def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site]:
     """Place the roles; where two versions of the weights are too large for a node with engines, without couriers."""
     try:
-        return _place_with_sharding(recipe, site), site
+        return _place_with_trainer(recipe, site), site
     except PlanError as refusal:
         found = replace(site, mpi=replace(site.mpi, couriers=False))
         try:
-            placement = _place_with_sharding(recipe, found)
+            placement = _place_with_trainer(recipe, found)
         except PlanError:
             raise refusal from None
         if placement.layout in ("local", "colocated") or found == site:  # engines read the window of the trainer
@@ -303,21 +316,41 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
     return dataclasses.replace(placement, sizes=[*placement.sizes, chosen]), found
 
 
-def _place_with_sharding(recipe: Recipe, site: Site) -> JobPlacement:
-    """Place the roles; where the recipe leaves the trainer's sharding open, the model is whole if that fits."""
-    train = recipe.train
-    is_open = train.sharding == "auto" and train.trainer == "torch"
-    if not is_open or recipe.resources.train.num_workers == 1:
-        return place_roles(recipe, site)
-    whole, sharded = (replace(recipe, train=replace(train, sharding=sharding)) for sharding in ("none", "full"))
-    if train.offload:
-        return place_roles(sharded, site)
-    try:
-        return place_roles(whole, site)
-    except PlanError:
-        placement = place_roles(sharded, site)
-        chosen = 'train.sharding = "full": the whole model does not fit on each rank'
-        return dataclasses.replace(placement, sizes=[*placement.sizes, chosen])
+def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
+    """Place the roles; what the recipe leaves open of trainer "torch" is the first that fits.
+
+    That is the whole model on each rank, then shards of it, then shards and ranks that divide the positions of rows.
+    """
+    train, refusal = recipe.train, None
+    for sharding, size in _list_trainer_shapes(recipe):
+        changed = replace(recipe, train=replace(train, sharding=sharding, context_parallel=size))
+        try:
+            placement = place_roles(changed, site)
+        except PlanError as error:
+            refusal = error if size == 1 or refusal is None else refusal  # it advises other changes too
+            continue
+        chosen = []
+        if train.sharding == "auto" and sharding == "full" and not train.offload:
+            chosen.append('train.sharding = "full": the whole model does not fit on each rank')
+        if size > 1 and train.context_parallel == "auto":
+            chosen.append(f"train.context_parallel = {size}: the longest trajectory does not fit on fewer ranks")
+        return dataclasses.replace(placement, sizes=[*placement.sizes, *chosen])
+    assert refusal is not None
+    raise refusal
+
+
+def _list_trainer_shapes(recipe: Recipe) -> list[tuple[Any, int]]:
+    """List the values of sharding and context_parallel to try, those that the recipe gives or open ones in order."""
+    train, num_ranks, config = recipe.train, recipe.resources.train.num_workers, recipe.model.config
+    shardings: tuple[Any, ...] = (train.sharding,)
+    if train.sharding == "auto" and train.trainer == "torch" and num_ranks > 1:
+        shardings = ("full",) if train.offload else ("none", "full")
+    found = [(sharding, train.context_size) for sharding in shardings]
+    if train.context_parallel == "auto" and train.trainer == "torch" and config:
+        powers = (2**exponent for exponent in range(1, num_ranks.bit_length()))
+        sizes = [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
+        found += [(shardings[-1], size) for size in sizes]
+    return found
 
 
 def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:

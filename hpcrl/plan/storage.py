@@ -16,7 +16,7 @@ from hpcrl.errors import ConfigError
 from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, make_model_shape
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_FP32, GIB, compute_window_bytes
-from hpcrl.hardware.train_memory import NUM_SAVED_PARTS, count_trained_params
+from hpcrl.hardware.train_memory import count_trained_params
 from hpcrl.plan.demand import count_published, make_rank_setup
 
 DAY_S = 86400.0
@@ -37,9 +37,11 @@ NUM_SPOOL_COPIES = 2
 class StorageForecast(NamedTuple):
     """The space of a campaign, in GiB."""
 
-    checkpoints_gib: float
+    checkpoint_gib: float
     num_checkpoints: int
     """Checkpoints that are there at a time: those that are kept, and one that is being written."""
+    milestones_gib: float
+    """The weights of those that are kept as the best."""
     versions_gib: float
     trajectories_gib: float
     """The trajectories of one step."""
@@ -54,9 +56,8 @@ class StorageForecast(NamedTuple):
     """At the pace of the trainer's GPUs; None where it is not known."""
 
     @property
-    def checkpoint_gib(self) -> float:
-        """The space of one checkpoint."""
-        return self.checkpoints_gib / self.num_checkpoints
+    def checkpoints_gib(self) -> float:
+        return self.checkpoint_gib * self.num_checkpoints + self.milestones_gib
 
     @property
     def fixed_gib(self) -> float:
@@ -88,7 +89,8 @@ class StorageForecast(NamedTuple):
     def describe(self) -> str:
         """Describe the need to a person."""
         parts = [
-            f"{self.num_checkpoints} checkpoints of {_show(self.checkpoints_gib / self.num_checkpoints)}",
+            f"{self.num_checkpoints} checkpoints of {_show(self.checkpoint_gib)}",
+            *([f"the weights of the best ({_show(self.milestones_gib)})"] if self.milestones_gib else []),
             f"versions of the weights ({_show(self.versions_gib)})",
             f"spools ({_show(self.spools_gib)})",
             f"an archive of {_show(self.archive_gib)} after {self.num_steps} steps",
@@ -112,8 +114,7 @@ def forecast_storage(recipe: Recipe, *, train_gpu: GpuModel | None = None) -> St
     if shape is None:
         return None
     setup = make_rank_setup(recipe, has_recompute=True)
-    saved = count_trained_params(shape, setup) * NUM_SAVED_PARTS * BYTES_FP32
-    num_checkpoints = train.keep_checkpoints + train.keep_best + 1
+    num_trained = count_trained_params(shape, setup)
     two_versions = compute_window_bytes(
         count_published(recipe) or 0, dtype=choose_published_dtype(recipe, recipe.model.config)
     )
@@ -123,8 +124,9 @@ def forecast_storage(recipe: Recipe, *, train_gpu: GpuModel | None = None) -> St
     num_kept = {"all": train.num_steps, "versions": spool.archive_versions, "none": 0}[spool.keep]
     step_s = _estimate_step_s(recipe, train_gpu)
     return StorageForecast(
-        checkpoints_gib=num_checkpoints * saved / GIB,
-        num_checkpoints=num_checkpoints,
+        checkpoint_gib=num_trained * setup.saved_bytes / GIB,
+        num_checkpoints=train.keep_checkpoints + 1,
+        milestones_gib=train.keep_best * num_trained * BYTES_FP32 / GIB,
         versions_gib=two_versions / 2 * train.keep_versions / GIB,
         trajectories_gib=_estimate_trajectory_bytes(recipe) * _count_episodes(recipe) / GIB,
         num_steps=train.num_steps,

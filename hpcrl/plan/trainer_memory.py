@@ -495,7 +495,7 @@ def _list_context_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     others: dict[str, Any] = {"train.sharding": "full"} if train.sharding == "none" else {}
     if train.recompute is False:
         others["train.recompute"] = "auto"
-    for size in range(train.context_parallel + 1, num_ranks + 1) if config else ():
+    for size in range(train.context_size + 1, num_ranks + 1) if config else ():
         if num_ranks % size == 0 and find_context_conflict(config, size=size) is None:
             yield others | {"train.context_parallel": size}
 

@@ -106,5 +106,5 @@ def _divide_gpus(base: CampaignRequest, budget: int, *, num_gpus: int, num_reser
 
 def _count_replica_ranks(request: CampaignRequest) -> int:
     """Return the ranks that hold one copy of the model together; each has one GPU."""
-    train = request.recipe.train
-    return train.pipeline_parallel * math.lcm(train.tensor_parallel * train.context_parallel, train.expert_parallel)
+    train, context_size = request.recipe.train, request.plan.train_context_parallel
+    return train.pipeline_parallel * math.lcm(train.tensor_parallel * context_size, train.expert_parallel)

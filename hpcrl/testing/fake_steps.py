@@ -74,7 +74,7 @@ def measure_passes(fields: dict[str, Any], setup: RankSetup, *, num_tokens: int)
         source = ModelSource(module, {})
         if not setup.trains_all:
             add_adapters(module, rank=setup.lora_rank, alpha=train.lora_alpha)
-        context = make_context_group(world, size=setup.context_parallel)
+        context = make_context_group(world, size=setup.context_parallel, is_packed=setup.is_packed)
         called = TokenModel(module, context=context)
 
         def fill(target: torch.nn.Module, device: torch.device) -> None:
@@ -120,7 +120,7 @@ def _divide_row(context: ContextGroup, inputs_BT: torch.Tensor, mask_BT: Any, *,
     """Return the first part of a row, whose tokens are all trained, without a look at its mask."""
     num_tokens = inputs_BT.shape[1]
     if context.size == 1:
-        return ContextPart(context, inputs_BT, mask_BT, positions_BT)
+        return ContextPart(context, inputs_BT, mask_BT, positions_BT, row_starts=[0] if context.is_packed else None)
     part = slice(num_tokens // context.size)
     rows, positions = mask_BT
     return ContextPart(
@@ -130,6 +130,7 @@ def _divide_row(context: ContextGroup, inputs_BT: torch.Tensor, mask_BT: Any, *,
         positions[part].unsqueeze(0),
         own_N=positions[part],
         num_tokens=num_tokens,
+        row_starts=[0],
     )
 
 

@@ -34,7 +34,7 @@ from hpcrl.spool.record import Trajectory
 from hpcrl.system.processes import return_false
 from hpcrl.trainers.micro_batch_loss import MinibatchTotals, PriorLogprobs
 from hpcrl.trainers.spread_model import SpreadModel, load_spread_models
-from hpcrl.trainers.state import StateShard, state_file_name, write_state
+from hpcrl.trainers.state import WEIGHT_PART, StateShard, moments_file_name, state_file_name, write_state
 from hpcrl.trainers.world import World
 from hpcrl.weights.stores.sharded_store import LocalShards
 
@@ -122,7 +122,10 @@ class RankSnapshot:
     state_shards: list[StateShard]
 
     def write(self, directory: Path) -> None:
-        write_state(self.state_shards, directory / state_file_name(self.rank))
+        weights = [each for each in self.state_shards if each.part == WEIGHT_PART]
+        moments = [each for each in self.state_shards if each.part != WEIGHT_PART]
+        write_state(weights, directory / state_file_name(self.rank))
+        write_state(moments, directory / moments_file_name(self.rank))
 
 
 class Trainer(Protocol):

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import xxhash
 
 from hpcrl.campaign_dir.checkpoints import (
@@ -36,8 +38,11 @@ from hpcrl.errors import LostCheckpointsError, TrainError
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.system.files import make_private_dir, publish_file, remove_path, staged_path, sync_directory, sync_file
 from hpcrl.trainers.base import WritableState
+from hpcrl.trainers.state import MOMENTS_PATTERN
 
 CONSUMED_FILE = "consumed.json"
+WEIGHTS_ALONE = "weights_alone"
+"""The key in a manifest of a checkpoint that was kept for its weights alone."""
 
 _READ_CHUNK_BYTES = 1 << 22
 NUM_STREAMS = 8
@@ -82,12 +87,14 @@ def commit_checkpoint(directory: Path, pending: PendingCheckpoint) -> Path:
 
 
 def find_newest(directory: Path, *, report: Callable[[Path, str], None]) -> Path | None:
-    """Return the last intact commit, or None before the first; each damaged one skipped is passed to `report`.
+    """Return the last intact commit with all of the state, or None before the first.
+
+    Each damaged one skipped is passed to `report`.
 
     If all are damaged, or one is of a newer hpcrl, it raises: to start again, or from an older one, would train a
     second time on what they had consumed.
     """
-    committed = list_committed(directory)
+    committed = [path for path in list_committed(directory) if not _has_weights_alone(path)]
     for path in reversed(committed):
         if newer := explain_newer_format(path):
             raise LostCheckpointsError(f"{path} was saved by a newer hpcrl: {newer}")
@@ -125,18 +132,42 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Remove all but the `keep` newest checkpoints with all their files, and the leftovers of killed savers.
 
-    The `keep_best` others with the highest `score` stay too: to be exported, not to resume from.
+    Of the `keep_best` others with the highest `score` the weights stay too: to be exported, not to resume from.
     Only the one process that saves here may call this: it removes every temporary name.
     """
     committed = list_committed(directory)
     removed = committed[: _count_older(committed, keep)]
     best = set(sorted(removed, key=lambda path: _score_checkpoint(path, score), reverse=True)[:keep_best])
     removed = [path for path in removed if path not in best]
+    for path in best:
+        _leave_weights(path)
     for path in removed:
         path.rename(path.with_name(f".{path.name}.pruned.tmp"))  # half removed must not look like a checkpoint
     for leftover in directory.glob(".*.tmp"):
         remove_path(leftover)
     return removed
+
+
+def _leave_weights(path: Path) -> None:
+    """Remove all but the weights from a checkpoint; the manifest comes first, so that it is intact at any time."""
+    try:
+        manifest = decode_manifest((path / MANIFEST_FILE).read_bytes())
+    except (OSError, ValueError):  # a damaged one stays as it is
+        return
+    files = {name: file for name, file in manifest.files.items() if not fnmatch(name, MOMENTS_PATTERN)}
+    if len(files) < len(manifest.files):
+        extra = manifest.extra | {WEIGHTS_ALONE: True}
+        publish_file(path / MANIFEST_FILE, encode_manifest(msgspec.structs.replace(manifest, files=files, extra=extra)))
+    for leftover in path.glob(MOMENTS_PATTERN):
+        leftover.unlink()
+
+
+def _has_weights_alone(path: Path) -> bool:
+    """Return whether a checkpoint was kept for its weights alone; a damaged one is not known to be."""
+    try:
+        return WEIGHTS_ALONE in decode_manifest((path / MANIFEST_FILE).read_bytes()).extra
+    except (OSError, ValueError):
+        return False
 
 
 def find_oldest_number(directory: Path, *, keep: int) -> int | None:

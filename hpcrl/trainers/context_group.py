@@ -1,20 +1,22 @@
-"""Context parallelism: the ranks of a group have the same rows, and each has a part of their positions in its layers.
+"""Attention to whole rows: those that ranks divide (context parallelism), and packed ones.
 
-    ContextGroup            this rank in its group
+    ContextGroup            this rank among those that have the same rows
     ContextPart             the positions of a micro-batch that this rank has
     make_context_group      divide the ranks of a world into groups
-    use_context_attention   let a model of transformers see whole rows in its attention
+    use_context_attention   let a model of transformers see whole rows in its attention, and nothing else
 
 Attention needs all positions of a row, and nothing else in a layer does. Around it the ranks of a group swap parts
 all-to-all: each gives its positions of some heads, and has all positions of the others (Ulysses, arXiv 2309.14509). All
 ranks of a group make the same passes. The loss is computed from the log-probs of all tokens on each of them, and the
 gradient of a rank is the part that comes from its own positions, so gradients are summed over the group.
 
+Of packed rows each attends to itself alone, one after the other: transformers' own way is a mask of all pairs.
+
 Legend: B rows, T positions, S those of this rank, H heads of queries, K heads of keys and values, D their size, N model
 tokens, P ranks of the group
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -40,12 +42,16 @@ class ContextGroup:
     size: int = 1
     group: Any = None
     """The torch group of these ranks."""
+    is_packed: bool = False
+    """True if micro-batches are packed rows, with their own attention."""
 
     def divide(self, inputs_BT: Tensor, mask_BT: Tensor, *, positions_BT: Tensor | None) -> "ContextPart":
         """Return this rank's part of a micro-batch; rows are padded to a length that can be divided."""
-        if self.size == 1:
+        if self.size == 1 and not self.is_packed:
             return ContextPart(self, inputs_BT, mask_BT, positions_BT)
         starts = [0] if positions_BT is None else (positions_BT[0] == 0).nonzero().flatten().tolist()
+        if self.size == 1:
+            return ContextPart(self, inputs_BT, mask_BT, positions_BT, row_starts=starts)
         if positions_BT is None:
             positions_BT = torch.arange(inputs_BT.shape[1], device=inputs_BT.device).expand_as(inputs_BT)
         own_BT = torch.zeros_like(mask_BT)
@@ -77,6 +83,8 @@ class ContextGroup:
 
     def swap_heads(self, heads_BHSD: Tensor) -> Tensor:
         """Give other ranks this one's positions of their heads; return all positions of a part of the heads."""
+        if self.size == 1:
+            return heads_BHSD
         rows, num_heads, length, size = heads_BHSD.shape
         parts = heads_BHSD.view(rows, self.size, num_heads // self.size, length, size).transpose(0, 1)
         swapped = _swap_parts(parts, self.group)
@@ -84,6 +92,8 @@ class ContextGroup:
 
     def swap_positions(self, heads_BHTD: Tensor) -> Tensor:
         """Give other ranks their positions of this one's heads; return all heads of this rank's positions, as BSHD."""
+        if self.size == 1:
+            return heads_BHTD.transpose(1, 2)
         rows, num_heads, length, size = heads_BHTD.shape
         parts = heads_BHTD.view(rows, num_heads, self.size, length // self.size, size).permute(2, 0, 3, 1, 4)
         swapped = _swap_parts(parts, self.group)
@@ -107,12 +117,12 @@ class ContextPart:
     num_tokens: int = 0
     """The model tokens of the whole micro-batch, where others have some of them."""
     row_starts: list[int] | None = None
-    """The first position of each packed row, in the whole micro-batch."""
+    """The first position of each packed row, in the whole micro-batch; None where transformers' attention is used."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The further options of a model's forward pass."""
-        return {} if self.own_N is None else {"context_part": self}
+        return {} if self.row_starts is None else {"context_part": self}
 
     def select(self, column_N: Tensor) -> Tensor:
         """Return this rank's part of a column."""
@@ -126,7 +136,7 @@ class ContextPart:
         return [column.clone() for column in joined.unbind()]  # FSDP wants no views as outputs
 
 
-def make_context_group(world: World, *, size: int) -> ContextGroup:
+def make_context_group(world: World, *, size: int, is_packed: bool = False) -> ContextGroup:
     """Make groups of this many ranks that follow one another, and return this rank's; all ranks must call this."""
     if world.size % size:
         raise TrainError(
@@ -134,19 +144,26 @@ def make_context_group(world: World, *, size: int) -> ContextGroup:
             "resources.train.num_workers that is a multiple of it"
         )
     if size == 1:
-        return WHOLE_CONTEXT
+        return ContextGroup(is_packed=is_packed)
     mesh = init_device_mesh(world.device.type, (world.size // size, size), mesh_dim_names=("data", "context"))
-    return ContextGroup(rank=world.rank % size, size=size, group=mesh.get_group("context"))
+    return ContextGroup(rank=world.rank % size, size=size, group=mesh.get_group("context"), is_packed=is_packed)
 
 
-def use_context_attention(module: Any, context: ContextGroup) -> None:
-    """Let the attention of a model see all positions of the group; TrainError if they cannot be divided so."""
-    if context.size == 1:
-        return
+def use_context_attention(module: Any, context: ContextGroup) -> ContextGroup:
+    """Let the attention of a model see all positions of the group; return the group by which its rows are divided.
+
+    Packed rows of a model for which this is not known to be right keep transformers' attention, with its mask. Raise
+    TrainError if ranks cannot divide the positions.
+    """
+    if context.size == 1 and not context.is_packed:
+        return context
     if (conflict := find_context_conflict(module.config.to_dict(), size=context.size)) is not None:
+        if context.size == 1:
+            return replace(context, is_packed=False)
         raise TrainError(conflict)
     ALL_ATTENTION_FUNCTIONS.register(CONTEXT_ATTENTION, torch.compiler.disable(_attend))  # type: ignore[no-untyped-call]
     module.set_attn_implementation(CONTEXT_ATTENTION)
+    return context
 
 
 def _attend(

@@ -39,9 +39,8 @@ class Critic:
         self._train = train
         self._world = world
         rate = train.critic_learning_rate
-        self._context = context
         source = open_critic(model_dir)
-        use_context_attention(source.module, context)
+        self._context = use_context_attention(source.module, context)
         self.model = TrainedModel(
             source.module, train=train, world=world, learning_rate=rate, prefix=CRITIC_PREFIX, fill=source.fill
         )

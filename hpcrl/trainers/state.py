@@ -8,7 +8,9 @@
     read_whole_shapes   the names and shapes in the files
     check_same_shapes   refuse a checkpoint of another model
     read_whole_tensors  read whole weights, on the CPU
-    state_file_name     the file name of a rank's state
+    STATE_FILE_PATTERN, MOMENTS_PATTERN   the names of the files of ranks: weights and the rest, and the rest alone
+    state_file_name     the file name of a rank's weights
+    moments_file_name   that of the state of its optimizer
 
 The format is safetensors and JSON. (torch.distributed.checkpoint would do the same, but its metadata are a pickle.)
 """
@@ -30,10 +32,15 @@ from hpcrl.weights.layout import TensorShard
 
 WEIGHT_PART = "weight"
 STATE_FILE_PATTERN = "state-*.safetensors"
+MOMENTS_PATTERN = "state-*-moments.safetensors"
 
 
 def state_file_name(rank: int) -> str:
     return f"state-{rank:05d}.safetensors"
+
+
+def moments_file_name(rank: int) -> str:
+    return f"state-{rank:05d}-moments.safetensors"
 
 
 class StateShard(NamedTuple):
@@ -46,9 +53,12 @@ class StateShard(NamedTuple):
     """The shape of the whole tensor."""
     tensor: Tensor
 
-    def copy_to_cpu(self) -> "StateShard":
-        """Return a copy on the CPU, which the next step does not change."""
-        return self._replace(tensor=self.tensor.detach().to("cpu", copy=True).contiguous())
+    def copy_to_cpu(self, moments_dtype: torch.dtype = torch.float32) -> "StateShard":
+        """Return a copy on the CPU, which the next step does not change; moments of the optimizer in this precision."""
+        tensor = self.tensor.detach()
+        is_moment = self.part != WEIGHT_PART and tensor.dtype == torch.float32 and bool(self.whole_shape)
+        dtype = moments_dtype if is_moment else tensor.dtype
+        return self._replace(tensor=tensor.to("cpu", dtype, copy=True).contiguous())
 
 
 class _StoredShard(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,8 +34,7 @@ class TokenModel(torch.nn.Module):
         """Call a model; the ranks of `context` divide the positions of the rows, and each returns all log-probs."""
         super().__init__()
         self.causal = causal
-        self._context = context
-        use_context_attention(causal, context)
+        self._context = use_context_attention(causal, context)
         form = find_head_form(causal)
         self._has_chunks = form is not None
         if form is not None:

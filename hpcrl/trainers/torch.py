@@ -88,7 +88,7 @@ class TorchTrainer:
         module = source.module
         self._precise_names = source.find_precise_names()
         self._config = module.config
-        self._context = make_context_group(world, size=train.context_parallel)
+        self._context = make_context_group(world, size=train.context_size, is_packed=train.rows == "packed")
         self._balance = ExpertBalance(module, coef=train.moe_aux_coef, context=self._context)
         if train.lora_rank:
             add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
@@ -198,7 +198,8 @@ class TorchTrainer:
 
     def snapshot(self) -> RankSnapshot:
         """Copy this rank's part of the state, so that the next step does not change it; no weights that are frozen."""
-        state_shards = [state_shard.copy_to_cpu() for model in self._models() for state_shard in model.state_shards()]
+        dtype = getattr(torch, self._recipe_train.moments_dtype)
+        state_shards = [each.copy_to_cpu(dtype) for model in self._models() for each in model.state_shards()]
         return RankSnapshot(rank=self.world.rank, state_shards=state_shards)
 
     def load(self, directory: Path) -> None:

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.hardware.train_memory import choose_shard_dim
 from hpcrl.trainers.adapters import (
     MergedTensors,
     MergedWeight,
@@ -302,13 +303,28 @@ def _shard_module(
     """Shard a model over all ranks; a layer, the embeddings and the head are whole only while they compute."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if is_offloaded else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload,
+        reshard_after_forward=True,
+        shard_placement_fn=partial(_choose_placement, num_ranks=world.size),
+    )
     for layer in _list_layers(called):
         shard(layer)
     if isinstance(called, TokenModel):
         for part in called.list_outer_layers():
             shard(part)
     shard(called)
+
+
+def _choose_placement(parameter: torch.nn.Parameter, *, num_ranks: int) -> Shard | None:
+    """Choose the dimension of which each rank has a part: the first (None), unless a stack of experts has too few.
+
+    Some ranks would have none of 8 experts, and the others all of one.
+    """
+    return None if (found := choose_shard_dim(tuple(parameter.shape), num_ranks)) == 0 else Shard(found)
 
 
 def _move_buffers(called: torch.nn.Module, device: torch.device) -> None:

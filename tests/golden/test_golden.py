@@ -66,6 +66,26 @@ def test_plans_of_a_recipe_of_real_size_on_every_site_are_as_recorded(recipe: st
     compare({f"{recipe}.sites.txt": "\n".join(f"##### {site}\n{describe_plan(recipe, site)}" for site in sites)})
 
 
+@pytest.mark.parametrize("model", REAL_MODELS)
+def test_what_gpus_and_nodes_hold_of_a_real_model_on_every_site_is_as_recorded(model: str) -> None:
+    recipe = str(Path(__file__).parent / "recipes" / f"{model}.toml")
+    sites = {site: site for site in sorted({*SITES, *MORE_SITES})} | CLUSTERS
+    compare({f"held.{model}.txt": "\n".join(describe_memory(recipe, *site) for site in sites.items())})
+
+
+def describe_memory(recipe: str, name: str, site: str) -> str:
+    """Return what each GPU and node holds under the plan of a recipe."""
+    try:
+        plan = plan_recipe(recipe=recipe, site=site)
+    except PlanError as refusal:
+        return f"=== {name}\nrefused: {refusal}\n"
+    trainer = plan.train_memory.describe() if plan.train_memory is not None else []
+    engines = [line for memory in plan.engine_memory for line in memory.describe()]
+    return "\n".join(
+        [f"=== {name}: {plan.layout}, {plan.num_nodes} nodes, {plan.num_gpus} GPUs", *trainer, *engines, ""]
+    )
+
+
 def test_recipes_of_real_size_fit_where_their_memory_is() -> None:
     """Refused are only sites without enough GPUs or memory."""
     planned: dict[str, list[str]] = {recipe: [] for recipe in OF_REAL_SIZE}

@@ -182,8 +182,9 @@ class MegatronTrainer:
 
     def snapshot(self) -> RankSnapshot:
         """Copy this rank's part of the state, so that the next step does not change it."""
+        dtype = getattr(torch, self._recipe_train.moments_dtype)
         return RankSnapshot(
-            rank=self.world.rank, state_shards=[state_shard.copy_to_cpu() for state_shard in self._state_shards()]
+            rank=self.world.rank, state_shards=[each.copy_to_cpu(dtype) for each in self._state_shards()]
         )
 
     def load(self, directory: Path) -> None:

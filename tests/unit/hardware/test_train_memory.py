@@ -11,6 +11,7 @@ from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, r
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.hardware.train_memory import (
     RankSetup,
+    choose_shard_dim,
     count_adapter_params,
     estimate_node_memory,
     estimate_rank_memory,
@@ -104,12 +105,40 @@ def test_recomputation_makes_room_for_more_tokens() -> None:
     assert again > 10 * kept > 0
 
 
-def test_packed_rows_have_a_mask_of_all_pairs_of_tokens() -> None:
+def test_packed_rows_have_a_mask_of_all_pairs_of_tokens_only_where_they_cannot_be_looked_at_alone() -> None:
     shape, tokens = read_architecture(QWEN3_8B), 16384
-    packed = msgspec.structs.replace(SHARDED, is_packed=True)
-    plain, masked = (estimate_rank_memory(shape, setup, num_tokens=tokens) for setup in (SHARDED, packed))
+    packed, with_mask = (msgspec.structs.replace(SHARDED, is_packed=True, has_mask=has) for has in (False, True))
+    plain, masked = (estimate_rank_memory(shape, setup, num_tokens=tokens) for setup in (SHARDED, with_mask))
+    assert estimate_rank_memory(shape, packed, num_tokens=tokens) == plain
     heads = 2 * 2 * (32 - 8) * 128 * tokens  # keys and values of all heads, which attention with a mask wants
     assert masked.activations - plain.activations == (1 + 2) * tokens**2 + heads
+
+
+@pytest.mark.parametrize(
+    ("weight", "num_ranks", "dim"),
+    [
+        ((8, 28672, 4096), 8, 0),
+        ((8, 28672, 4096), 32, 1),  # each rank a part of every expert
+        ((6, 100, 96), 32, 2),
+        ((8, 100, 100), 32, 0),
+        ((1000, 512), 3, 0),
+        ((7,), 2, 0),
+    ],
+)
+def test_stacks_of_experts_that_ranks_do_not_divide_are_cut_elsewhere(
+    weight: tuple[int, ...], num_ranks: int, dim: int
+) -> None:
+    assert choose_shard_dim(weight, num_ranks) == dim
+
+
+def test_a_rank_has_whole_experts_where_nothing_of_them_can_be_divided() -> None:
+    shape = read_architecture(EXPERTS | {"num_experts": 8, "moe_intermediate_size": 50, "hidden_size": 100})
+    few, many = (
+        estimate_rank_memory(shape, msgspec.structs.replace(SHARDED, num_ranks=num), num_tokens=0) for num in (4, 64)
+    )
+    experts = shape.num_expert_params
+    assert few.weights == pytest.approx(4 * shape.num_params / 4)
+    assert many.weights == pytest.approx(4 * ((shape.num_params - experts) / 64 + experts / 8))
 
 
 def test_ranks_that_divide_rows_have_a_part_of_their_tokens_and_no_mask() -> None:

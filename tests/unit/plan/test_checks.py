@@ -15,7 +15,16 @@ ACT_ALONE = {
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "entropy_coef", "tokens_per_micro_batch", "rows"),
     "max_row_tokens",
     *("num_minibatches", "epochs", "max_skipped_steps", "checkpoint_every_steps", "keep_checkpoints", "keep_best"),
-    *("keep_versions", "pipeline", "lora_rank", "proximal", "correction", "recompute", "publish_dtype"),
+    *(
+        "moments_dtype",
+        "keep_versions",
+        "pipeline",
+        "lora_rank",
+        "proximal",
+        "correction",
+        "recompute",
+        "publish_dtype",
+    ),
 }
 CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
@@ -144,7 +153,7 @@ IMITATION_ACTS = {
         "max_row_tokens",
     ),
     *("max_grad_norm", "weight_decay", "adam_betas", "adam_eps", "lora_rank", "lora_alpha", "max_skipped_steps"),
-    *("checkpoint_every_steps", "keep_checkpoints", "moe_aux_coef", "context_parallel", "compile"),
+    *("checkpoint_every_steps", "keep_checkpoints", "moments_dtype", "moe_aux_coef", "context_parallel", "compile"),
 }
 """The settings of [train] that a recipe without domains has."""
 REINFORCEMENT_VALUES = {

@@ -37,6 +37,8 @@ def choose(model: str, *settings: str, gpu: str = "a100-40", num: int = 4) -> tu
         ("meta-llama/Llama-3.1-70B", "a100-40", 4, (LONG, 'engine.backend="embedded"'), 1),
         ("Qwen/Qwen3-8B", "a100-40", 4, (LONG, "engine.pipeline_parallel=2"), 2),
         ("Qwen/Qwen3-32B", "h100", 8, (LONG, "engine.data_parallel=2"), 4),  # each copy two
+        ("Qwen/Qwen3-32B", "a100-40", 4, (LONG, "engine.quantization=fp8"), 2),
+        ("Qwen/Qwen3-32B", "h100", 4, (LONG, "engine.quantization=fp8"), 1),
         ("Qwen/Qwen3-8B", "a100-40", 4, (LONG, "resources.decode.gpus_per_worker=4"), 4),
         ("Qwen/Qwen3-8B", "a100-40", 4, (LONG, "resources.decode.affinity=cpu"), 0),
     ],

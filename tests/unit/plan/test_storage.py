@@ -27,15 +27,20 @@ def test_checkpoints_have_weights_and_two_moments_in_full_precision() -> None:
     need = forecast_storage(recipe)
     assert shape is not None
     assert need is not None
-    assert need.num_checkpoints == 4, "those that are kept, and one that is being written"
-    assert need.checkpoints_gib == pytest.approx(4 * 12 * shape.num_params / GIB)
+    assert need.num_checkpoints == 2, "those that are kept, and one that is being written"
+    assert need.checkpoint_gib == pytest.approx(12 * shape.num_params / GIB)
+    assert need.milestones_gib == pytest.approx(2 * 4 * shape.num_params / GIB), "the weights of the best"
+    assert need.fixed_gib == pytest.approx((2 * 12 + 2 * 4) * shape.num_params / GIB + need.versions_gib)
+    rounded = forecast_storage(load_recipe("train.moments_dtype=bfloat16"))
+    assert rounded is not None
+    assert rounded.checkpoint_gib == pytest.approx(8 * shape.num_params / GIB)
 
 
 def test_checkpoints_of_adapters_are_small() -> None:
     whole, adapters = forecast_storage(load_recipe()), forecast_storage(load_recipe("train.lora_rank=1"))
     assert whole is not None
     assert adapters is not None
-    assert adapters.checkpoints_gib < whole.checkpoints_gib / 5
+    assert adapters.checkpoint_gib < whole.checkpoint_gib / 5
     assert adapters.versions_gib == whole.versions_gib, "merged"
     alone = forecast_storage(load_recipe("train.lora_rank=1", 'train.publish_lora="adapters"', 'engine.backend="vllm"'))
     assert alone is not None
@@ -73,7 +78,13 @@ def test_a_full_disk_refuses_a_model_of_unknown_size_too(home: Path, monkeypatch
 
 def make_forecast(**changed: float) -> StorageForecast:
     facts = {
-        **{"checkpoints_gib": 30.0, "num_checkpoints": 3, "versions_gib": 10.0, "trajectories_gib": 1.0},
+        **{
+            "checkpoint_gib": 8.0,
+            "num_checkpoints": 3,
+            "milestones_gib": 6.0,
+            "versions_gib": 10.0,
+            "trajectories_gib": 1.0,
+        },
         **{"num_steps": 100, "num_waiting": 20, "num_archived": 80, "logs_gib": 0.1, "steps_per_day": 10.0},
     }
     return StorageForecast(**facts | changed)  # type: ignore[arg-type]

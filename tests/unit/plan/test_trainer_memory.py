@@ -44,8 +44,9 @@ def find_memory(*settings: str) -> TrainerMemory:
 
 
 def refuse(*settings: str) -> str:
+    """Return why a recipe is refused whose ranks have whole rows."""
     with pytest.raises(PlanError) as caught:
-        plan_on_a100(*settings)
+        plan_on_a100("train.context_parallel=1", *settings)
     return str(caught.value)
 
 
@@ -105,7 +106,7 @@ def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ran
         ((), 65536),
         (("engine.max_model_len=70000", LONG), 70000),
         (("resources.train.num_workers=3", "engine.max_model_len=4096"), 53248),
-        (("train.rows=packed", "engine.max_model_len=20000"), 20000),
+        (("train.rows=packed", "engine.max_model_len=20000"), 65536),
         (("train.tokens_per_micro_batch=8192",), 8192),
         (("train.tokens_per_micro_batch=8192", "engine.max_model_len=20000"), 8192),
     ],
@@ -124,6 +125,13 @@ def test_a_micro_batch_has_the_tokens_that_fit_or_those_of_the_recipe(
 def test_trajectories_of_128k_tokens_fit_where_ranks_divide_their_positions() -> None:
     settings = (*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=131072")
     assert "set train.context_parallel = 2" in refuse(*settings)
+    plan = plan_on_a100(*settings)
+    assert plan.train_context_parallel == 2
+    assert "train.context_parallel = 2: the longest trajectory does not fit on fewer ranks" in plan.sizes
+    shorter = plan_on_a100(*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=70000")
+    assert shorter.train_context_parallel == 1
+    with pytest.raises(PlanError, match="a train worker needs"):  # 15 ranks make up groups of 2, 4 or 8 in no way
+        plan_on_a100(*BF16_SHARDS, "resources.train.num_workers=15", LONG, "engine.max_model_len=131072")
     whole = find_memory(*BF16_SHARDS, SIXTEEN, "engine.max_model_len=32768", "train.tokens_per_micro_batch=32768")
     divided = find_memory(*settings, "train.context_parallel=4", "train.tokens_per_micro_batch=131072")
     assert (divided.num_tokens, divided.activations_gib) == (131072, pytest.approx(whole.activations_gib, rel=0.02))

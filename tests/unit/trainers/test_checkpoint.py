@@ -30,6 +30,7 @@ from hpcrl.trainers.checkpoint import (
     prune_checkpoints,
     read_checkpoint,
 )
+from hpcrl.trainers.state import read_whole_tensors
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.disks import largest_file
 from tests.support.trajectories import make_trajectory
@@ -270,6 +271,91 @@ def test_pruning_removes_the_leftovers_of_killed_savers(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+# The torch trainer's own files: of the best only the weights are kept, and moments may be rounded.
+
+
+def train_steps(model_dir, directory, *, num_steps, **changed):
+    """Train from the newest checkpoint on, with one after each step; return the trainer."""
+    torch.set_num_threads(1)
+    settings = TrainConfig(num_steps=1000, groups_per_step=1, learning_rate=1e-2, **changed)
+    trainer = TorchTrainer(Path(model_dir), settings, seed=1)
+    path = find_newest(directory, report=refuse_damage)
+    first = 0 if path is None else load_checkpoint(path, trainer=trainer)[0].step
+    for step in range(first, first + num_steps):
+        trainer.train_step(trajectories_of(step), step=step, version=step)
+        save_checkpoint(
+            directory,
+            step=step + 1,
+            version=step + 1,
+            trainer=trainer,
+            consumed=ConsumedTrajectories(),
+            extra={"reward": -float(step)},
+        )
+    return trainer
+
+
+def test_the_best_keep_their_weights_alone_and_are_never_resumed_from(tmp_path, model_dir):
+    train_steps(model_dir, tmp_path, num_steps=4)
+    best, _, *newest = sorted(tmp_path.iterdir())
+    whole = read_whole_tensors(best)
+    prune_checkpoints(tmp_path, keep=2, keep_best=1)
+    assert sorted(tmp_path.iterdir()) == [best, *newest]
+    assert sorted(path.name for path in best.iterdir()) == [
+        "checkpoint.json",
+        "consumed.json",
+        "state-00000.safetensors",
+    ]
+    assert find_damage(best) is None
+    kept = read_whole_tensors(best)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in whole.items())
+    assert sum(path.stat().st_size for path in best.iterdir()) < 0.45 * sum(
+        path.stat().st_size for path in newest[0].iterdir()
+    )
+    shutil.rmtree(newest[1])
+    assert found(tmp_path) == (newest[0], [])
+    cut(newest[0] / "state-00000.safetensors")
+    with pytest.raises(LostCheckpointsError, match="every checkpoint in"):
+        found(tmp_path)
+
+
+def test_a_saver_that_is_killed_between_manifest_and_files_leaves_a_whole_checkpoint(tmp_path, model_dir, monkeypatch):
+    train_steps(model_dir, tmp_path, num_steps=2)
+    best = min(tmp_path.iterdir())
+
+    def stop(path):
+        raise KeyboardInterrupt(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoints(tmp_path, keep=1, keep_best=1)
+    assert find_damage(best) is None
+    assert (best / "state-00000-moments.safetensors").exists()
+    prune_checkpoints(tmp_path, keep=1, keep_best=1)
+    assert not (best / "state-00000-moments.safetensors").exists()
+    assert find_damage(best) is None
+
+
+def test_rounded_moments_take_half_of_the_bytes_and_training_continues_from_them(tmp_path, model_dir):
+    exact, rounded = tmp_path / "exact", tmp_path / "rounded"
+    train_steps(model_dir, exact, num_steps=2)
+    train_steps(model_dir, rounded, num_steps=2, moments_dtype="bfloat16")
+    (mine, theirs) = (load_file(max(each.iterdir()) / "state-00000-moments.safetensors") for each in (rounded, exact))
+    large = [key for key, tensor in theirs.items() if tensor.ndim]
+    assert {mine[key].dtype for key in large} == {torch.bfloat16}
+    assert all(torch.allclose(mine[key].float(), theirs[key], rtol=2**-7) for key in large)
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs.keys() - set(large)), "counts of steps"
+    weights = [read_whole_tensors(max(each.iterdir())) for each in (exact, rounded)]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    after = [
+        train_steps(model_dir, each, num_steps=1, moments_dtype=dtype).tensors()
+        for each, dtype in ((exact, "float32"), (rounded, "bfloat16"))
+    ]
+    for name, tensor in after[0].items():
+        moved = (tensor - weights[0][name]).abs().mean()
+        assert (after[1][name] - tensor).abs().mean() < 0.02 * moved, name
+
+
 # SIGKILL: a child trains a real model and commits every step; it is killed at random moments and restarted.
 
 
@@ -384,7 +470,8 @@ def test_training_killed_at_random_moments_ends_like_an_uninterrupted_run(
     child.join()
     assert child.exitcode == 0
     last, expected = found(killed)[0], found(straight)[0]
-    mine, theirs = load_file(last / "state-00000.safetensors"), load_file(expected / "state-00000.safetensors")
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    for name in ("state-00000.safetensors", "state-00000-moments.safetensors"):
+        mine, theirs = load_file(last / name), load_file(expected / name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
     assert (last / "consumed.json").read_bytes() == (expected / "consumed.json").read_bytes()

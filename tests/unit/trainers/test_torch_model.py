@@ -22,6 +22,8 @@ from tests.support.learners import batch, settings, trained
 from tests.support.plans import make_recipe
 
 ADAPTERS = {"lora_rank": 2, "learning_rate": 1e-2}
+MODELS = {family: (family, {}) for family in EXPERT_FAMILIES} | {"three experts": ("qwen3_moe", {"num_experts": 3})}
+"""Three experts are not divided among two ranks: each rank has a part of every one."""
 ADAPTED_FAMILIES = ("mixtral", "deepseek_v3")
 """One with other names for the router than transformers, one with corrections in its files."""
 
@@ -30,7 +32,7 @@ def train_sharded(world, root):
     """Train every family for two steps and save its state; return the results, and the shards that are published."""
     torch.set_num_threads(1)
     found = {}
-    for family in EXPERT_FAMILIES:
+    for family in MODELS:
         campaign = CampaignDir(Path(root) / family)
         trainer = TorchTrainer(campaign.model, settings(sharding="full"), seed=3, world=world)
         held = sum(shard.num_values for shard, _ in trainer.shards())
@@ -62,15 +64,15 @@ def sum_shards(trainer):
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
-    for family in EXPERT_FAMILIES:
-        campaign = CampaignDir(root / family)
+    for name, (family, changed) in MODELS.items():
+        campaign = CampaignDir(root / name)
         campaign.root.mkdir()
-        make_family_model(campaign.model, family)
+        make_family_model(campaign.model, family, **changed)
     return root, run_ranks(2, "tests.unit.trainers.test_torch_model:train_sharded", str(root), timeout_s=800)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharded, family, tmp_path):
     root, results = sharded
     campaign = CampaignDir(root / family)

@@ -59,12 +59,26 @@ def found(directories, tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_step_gives_the_loss_the_gradient_and_the_weights_of_one_rank(expected, found, family, name):
-    mine, alone = found[0][family, name], expected[family]
+    check_same(found[0][family, name], expected[family], what=family)
+
+
+def check_same(mine, alone, *, what):
     for metric in ("loss", "grad_norm", "entropy"):
-        assert mine[metric] == pytest.approx(alone[metric], rel=RELATIVE, abs=1e-6), metric
+        assert mine[metric] == pytest.approx(alone[metric], rel=RELATIVE, abs=1e-6), (what, metric)
     assert mine["weights"].keys() == alone["weights"].keys()
     for tensor, numbers in alone["weights"].items():
-        assert mine["weights"][tensor] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), tensor
+        assert mine["weights"][tensor] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), (what, tensor)
+
+
+def test_four_ranks_that_combine_two_ways_give_the_numbers_of_one_rank(directories, expected):
+    """Stages of layers that ranks share, and stages of experts with two copies of the rest."""
+    shared = {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": True}
+    experts = {"expert_parallel": 2, "pipeline_parallel": 2}
+    cases = [("llama3", shared), ("qwen3_moe", shared), ("qwen3_moe", experts), ("deepseek_v3", experts)]
+    given = [(str(directories[family]), parallel, None) for family, parallel in cases]
+    ranks = run_ranks(4, "tests.support.architectures:train_families", given, timeout_s=800)
+    for (family, parallel), mine in zip(cases, ranks[0], strict=True):
+        check_same(mine, expected[family], what=f"{family} {parallel}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,67 @@
+"""The memory of the engines' GPUs and nodes in a plan."""
+
+import pytest
+
+from hpcrl.config.engine_speed import count_weight_bytes
+from hpcrl.config.recipe import EngineConfig
+from hpcrl.hardware.architecture import read_architecture
+from hpcrl.hardware.memory_model import GIB
+from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from hpcrl.plan.engine_memory import EngineMemory
+from tests.support.plans import plan_recipe
+
+QWEN3_32B = read_architecture(MODEL_CONFIGS["Qwen/Qwen3-32B"])
+
+
+def find_memory(*settings: str, site: str = "jupiter") -> dict[str, EngineMemory]:
+    plan = plan_recipe(*settings, site=site, recipe="qwen3-32b")
+    return {memory.role: memory for memory in plan.engine_memory}
+
+
+def test_weights_and_kv_fill_what_is_usable_of_each_gpu() -> None:
+    memory = find_memory()["decode"]
+    assert memory.weights_gib == pytest.approx(QWEN3_32B.num_params * 2 / 4 / GIB, abs=1e-3)  # four GPUs
+    kv_gib = memory.kv_tokens * 2 * QWEN3_32B.kv_values_per_token / 4 / GIB
+    assert memory.weights_gib + kv_gib == pytest.approx(memory.usable_gib, rel=1e-3)
+    assert memory.usable_gib == pytest.approx(0.9 * 96)
+    gpu, node = memory.describe()
+    num = memory.kv_tokens // 16384
+    assert gpu.endswith(f"an engine has room for {memory.kv_tokens} tokens, {num} of the longest (16384)")
+    assert node.startswith("each node of decode holds 126 GiB: its workers and the weight window; ")
+
+
+def test_a_node_of_engines_holds_its_step_and_the_rest_is_left() -> None:
+    plan = plan_recipe(site="jupiter", recipe="qwen3-32b")
+    for memory in plan.engine_memory:
+        assert memory.node_gib == plan.role(memory.role).step_mem_gib
+        assert memory.node_gib is not None
+        assert memory.node_free_gib is not None
+        assert memory.node_gib + memory.node_free_gib == pytest.approx(439.9, abs=40)  # that of jupiter's nodes
+
+
+def test_rounded_weights_take_half_but_for_embeddings_and_head() -> None:
+    plain, rounded = find_memory()["decode"], find_memory("engine.quantization=fp8")["decode"]
+    precise = 2 * QWEN3_32B.embedding_params
+    assert rounded.weights_gib * 4 * GIB == pytest.approx(QWEN3_32B.num_params + precise, rel=1e-3)
+    assert rounded.weights_gib < 0.53 * plain.weights_gib
+    assert rounded.kv_tokens > plain.kv_tokens
+    assert count_weight_bytes(EngineConfig(backend="vllm", quantization="fp8"), 10, None) == 10
+
+
+def test_each_copy_of_the_model_has_its_weights() -> None:
+    one, two = (
+        find_memory()["decode"],
+        find_memory("engine.data_parallel=2", "resources.decode.gpus_per_worker=4")["decode"],
+    )
+    assert two.weights_gib == pytest.approx(2 * one.weights_gib)
+
+
+def test_nodes_that_roles_share_are_shown_once_with_the_trainer() -> None:
+    plan = plan_recipe("job.layout=colocated", site="jupiter", recipe="qwen3-8b-math")
+    assert plan.layout == "colocated"
+    assert [len(memory.describe()) for memory in plan.engine_memory] == [1]
+
+
+@pytest.mark.parametrize(("name", "site"), [("quickstart", "lab"), ("quickstart", "local"), ("sft", "lab")])
+def test_engines_without_gpus_or_sizes_have_no_figures(name: str, site: str) -> None:
+    assert plan_recipe(site=site, recipe=name).engine_memory == []
