@@ -410,7 +410,7 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
     plain: dict[str, Any] = {
-        **{"rows": "padded", "lora_rank": 0, "moe_aux_coef": 0.0, "offload": False, "compile": False},
+        **{"rows": "padded", "lora_rank": 0, "offload": False, "compile": False},
         "context_size": 1,
     }
     for name, known in plain.items():

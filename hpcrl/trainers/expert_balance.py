@@ -7,8 +7,13 @@ For each layer with experts it is (Switch Transformer, arXiv 2101.03961)
 which is 1 if all experts are used alike, and E / K if all tokens use the same K experts. Its gradient is that of the
 probabilities. Tokens are those of a micro-batch without padding; layers are summed, as in Megatron.
 
-    ExpertBalance   records what the routers of a model do
-    find_routers    the routers of a model of transformers
+    ExpertBalance           records what the routers of a model of transformers do
+    find_routers            the routers of such a model
+    mark_row_tokens         the tokens of a micro-batch without padding
+    compute_probabilities   the probabilities of experts, from a router's logits
+    compute_balance         the loss of one layer
+
+Megatron's layers have the same loss: see megatron/stage_balance.py.
 
 Legend: B rows of a micro-batch, T positions, M all their tokens, E experts, K experts of a token
 """
@@ -53,8 +58,7 @@ class ExpertBalance:
     def watch(self, micro: MicroBatch) -> Iterator[None]:
         """Record the forward pass of a micro-batch; passes that recompute a layer come later, and are not recorded."""
         self._routed.clear()
-        valid_BT = micro.mask_BT.flip(1).cumsum(1).flip(1) > 0  # rows end with a model token
-        self._valid_M = self._context.take(valid_BT).reshape(-1)
+        self._valid_M = self._context.take(mark_row_tokens(micro)).reshape(-1)
         self._is_watching = True
         try:
             yield
@@ -64,9 +68,12 @@ class ExpertBalance:
     def add_loss(self, loss: Tensor, *, share: float) -> Tensor:
         """Return the loss of a micro-batch with that of its routers, of which this is the share in the minibatch."""
         for router, logits_ME, chosen_MK in self._routed:
-            term = _compute_balance(
-                _compute_probabilities(router, logits_ME.float()), chosen_MK, self._valid_M, context=self._context
+            probabilities_ME = compute_probabilities(
+                logits_ME.float(),
+                score_function="sigmoid" if hasattr(router, "e_score_correction_bias") else "softmax",
             )
+            chosen_ME = torch.zeros_like(probabilities_ME, dtype=torch.bool).scatter_(1, chosen_MK, True)
+            term = compute_balance(probabilities_ME, chosen_ME, self._valid_M, context=self._context)
             loss = loss + self._coef * share * term
         self._routed.clear()
         return loss
@@ -77,23 +84,28 @@ class ExpertBalance:
             self._routed.append((router, logits_ME, chosen_MK))
 
 
-def _compute_probabilities(router: Any, logits_ME: Tensor) -> Tensor:
-    if hasattr(router, "e_score_correction_bias"):
+def mark_row_tokens(micro: MicroBatch) -> Tensor:
+    """Mark the tokens of a micro-batch that are not padding: rows end with a model token."""
+    return micro.mask_BT.flip(1).cumsum(1).flip(1) > 0
+
+
+def compute_probabilities(logits_ME: Tensor, *, score_function: str) -> Tensor:
+    """Compute the probabilities of experts; sigmoids, which do not add up to one, are divided by their sum."""
+    if score_function == "sigmoid":
         scores_ME = logits_ME.sigmoid()
         return scores_ME / scores_ME.sum(-1, keepdim=True)
     return logits_ME.softmax(-1)
 
 
-def _compute_balance(probabilities_ME: Tensor, chosen_MK: Tensor, valid_M: Tensor, *, context: ContextGroup) -> Tensor:
-    """Compute the part of this rank's tokens in the loss of one layer."""
-    num_chosen, num_experts = chosen_MK.shape[-1], probabilities_ME.shape[-1]
+def compute_balance(probabilities_ME: Tensor, chosen_ME: Tensor, valid_M: Tensor, *, context: ContextGroup) -> Tensor:
+    """Compute the part of this rank's tokens in the loss of one layer; the ranks of `context` exchange their counts."""
     weight_M = valid_M.to(probabilities_ME.dtype)
-    num_tokens = context.sum(weight_M.sum()).clamp(min=1)
-    used_E = torch.zeros_like(probabilities_ME[0])
-    used_E.index_add_(0, chosen_MK.reshape(-1), weight_M.repeat_interleave(num_chosen))
-    context.sum(used_E)
+    own_E = (chosen_ME & valid_M[:, None]).sum(0, dtype=weight_M.dtype)
+    counts = context.sum(torch.cat([own_E, weight_M.sum()[None]]))
+    used_E, num_tokens = counts[:-1], counts[-1].clamp(min=1)
     mean_E = (probabilities_ME * weight_M[:, None]).sum(0) / num_tokens
-    return num_experts * (used_E / (num_tokens * num_chosen) * mean_E).sum()
+    balance: Tensor = (used_E / used_E.sum().clamp(min=1) * mean_E).sum()
+    return len(own_E) * balance
 
 
 def find_routers(module: torch.nn.Module) -> list[torch.nn.Module]:

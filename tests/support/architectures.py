@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.support.learners import CONTEXT, VOCABULARY, train_megatron
+from tests.support.learners import CONTEXT, VOCABULARY, train_megatron, train_torch
 
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2},
@@ -72,3 +72,8 @@ def train_families(world, cases):
         train_megatron(world, model_dir, {"trainer": "megatron", **parallel}, save_to=save_to, last=1)
         for model_dir, parallel, save_to in cases
     ]
+
+
+def train_torch_families(world, cases):
+    """Make a step of torch for each model directory and settings."""
+    return [train_torch(world, model_dir, changed, last=1) for model_dir, changed in cases]

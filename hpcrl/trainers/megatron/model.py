@@ -41,7 +41,9 @@ from torch.utils.checkpoint import checkpoint
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import read_max_context
+from hpcrl.trainers.context_group import ContextGroup
 from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
+from hpcrl.trainers.megatron.stage_balance import StageBalance
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,
@@ -186,6 +188,8 @@ class MegatronPart(NamedTuple):
     stored: StoredTensors
     """The tensors of the model directory that make up each of the model's."""
     precise_names: Collection[str]
+    balance: StageBalance
+    """The loss that balances the experts of this rank's layers."""
 
     def mapped_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Yield every shard of this rank with the parameter or buffer that contains it."""
@@ -223,6 +227,11 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     source = open_causal(model_dir)
     fields = source.module.config.to_dict()
     dims = read_model_dims(fields)
+    if train.moe_aux_coef and not dims.shape.num_experts:
+        raise TrainError(
+            f"train.moe_aux_coef = {train.moe_aux_coef:g} needs a model with experts, and the one in {model_dir} has "
+            "none: remove it"
+        )
     num_tp, num_pp, num_ep = train.tensor_parallel, train.pipeline_parallel, train.expert_parallel
     check_parallelism(dims, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep)
     for name, num in (("tensor_parallel", num_tp), ("expert_parallel", num_ep)):
@@ -238,8 +247,10 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         replicate_downward(module)
     _set_positions(module, source)
     skip_output_layer(module)
+    shared = ContextGroup(rank.tp, rank.num_tp, parallel_state.get_tensor_model_parallel_group())
+    balance = StageBalance(module, coef=train.moe_aux_coef, context=shared)
     if train.recompute is True:
-        _recompute_layers(module)
+        _recompute_layers(module, balance)
     model_part = MegatronPart(
         module=module.to(world.device).eval(),
         dims=dims,
@@ -248,6 +259,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         max_length=read_max_context(fields) or int(fields["max_position_embeddings"]),
         stored=source.stored or {},
         precise_names=source.find_precise_names(),
+        balance=balance,
     )
     _fill(model_part, source)
     return model_part
@@ -417,11 +429,13 @@ def _set_positions(module: Any, source: ModelSource) -> None:
             own.copy_(rotary.inv_freq)
 
 
-def _recompute_layers(module: Any) -> None:
+def _recompute_layers(module: Any, balance: StageBalance) -> None:
     """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
     for layer in module.decoder.layers:
         forward = partial(_forward_and_release, layer, layer.forward)
-        layer.forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=balance.keep_pass
+        )
 
 
 def _forward_and_release(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

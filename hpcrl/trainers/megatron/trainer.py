@@ -13,10 +13,12 @@ which another parallelism could not read.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -88,6 +90,7 @@ class MegatronTrainer:
         self.world = world
         self.fitting_tokens = 0
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
+        fixed = msgspec.structs.replace(train, moe_aux_coef=0.0)  # without a gradient there is nothing to balance
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
             self.spread_models, self._fixed_models = load_fixed_models(
@@ -96,7 +99,7 @@ class MegatronTrainer:
                 model_dir,
                 teacher=reference_dir,
                 temperature=temperature,
-                load=lambda path: build_model_part(path, train=train, world=world, seed=seed),
+                load=lambda path: build_model_part(path, train=fixed, world=world, seed=seed),
             )
         self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
         own = [each for name, each in self._parameters.items() if self._model_part.copies.is_own(name)]
@@ -286,7 +289,9 @@ class MegatronTrainer:
             return loss * len(minibatch), sums  # the schedule divides by the number of micro-batches
 
         total = LossSums.zero(self.world.device)
-        for sums in self._run_schedule(minibatch, judge, forward_only=False, module=self._model_part.module):
+        watch = partial(self._model_part.balance.watch, num_tokens=totals.num_tokens)
+        module = self._model_part.module
+        for sums in self._run_schedule(minibatch, judge, forward_only=False, module=module, watch=watch):
             total = total.add(sums)
         if self._model_part.rank.tp or not self._model_part.rank.is_last:
             total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
@@ -330,15 +335,25 @@ class MegatronTrainer:
         return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
     def _run_schedule(
-        self, minibatch: Minibatch, compute_loss: _LossFunction, *, forward_only: bool, module: Any
+        self,
+        minibatch: Minibatch,
+        compute_loss: _LossFunction,
+        *,
+        forward_only: bool,
+        module: Any,
+        watch: Callable[[MicroBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Any]:
-        """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`."""
+        """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`.
+
+        The forward pass of each micro-batch is made within `watch`.
+        """
 
         def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
             rows, length = micro.inputs_BT.shape
             positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
-            output = module(micro.inputs_BT, positions_BT, None)  # attention is causal, and the padding on the right
+            with watch(micro):
+                output = module(micro.inputs_BT, positions_BT, None)  # attention is causal, the padding on the right
             return output, partial(compute_loss, micro)
 
         rows, length = minibatch[0].inputs_BT.shape

@@ -131,8 +131,9 @@ def test_a_budget_within_the_context_or_of_an_unknown_one_is_accepted(
     check_recipe(make_long_recipe(config, *settings))
 
 
-def test_a_loss_that_balances_experts_is_refused_for_a_model_without_any() -> None:
-    settings = ("train.overlong=keep", "train.moe_aux_coef=0.1")
+@pytest.mark.parametrize("trainer", ["torch", "megatron"])
+def test_a_loss_that_balances_experts_is_refused_for_a_model_without_any(trainer: str) -> None:
+    settings = ("train.overlong=keep", "train.moe_aux_coef=0.1", f"train.trainer={trainer}")
     with pytest.raises(PlanError, match=r"train\.moe_aux_coef = 0\.1 cannot act: the config\.json of the model has no"):
         check_recipe(make_long_recipe(QWEN3_8B, *settings))
     check_recipe(make_long_recipe(QWEN3_8B | {"num_experts": 128, "moe_intermediate_size": 768}, *settings))

@@ -117,7 +117,6 @@ def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
         (("train.trainer=megatron", "train.expert_parallel=2"), "not a multiple of train.expert_parallel"),
         (("train.trainer=megatron", "train.context_parallel=2"), 'not supported by trainer "megatron": set it to 1'),
         (("train.trainer=megatron", "train.compile=true"), 'not supported by trainer "megatron": set it to False'),
-        (("train.trainer=megatron", "train.moe_aux_coef=0.1"), 'not supported by trainer "megatron": set it to 0.0'),
         (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),
         (("resources.train.num_workers=500",), "raise train.groups_per_step"),
     ],
