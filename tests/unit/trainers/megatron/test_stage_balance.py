@@ -28,7 +28,7 @@ PARALLEL = {
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
 }
 NUM_COPIES = {"ep2": 2}
-"""Copies of the model have micro-batches of theirs, as ranks of torch have."""
+"""Copies of the model have different micro-batches, as ranks of torch have."""
 CASES = [(family, name) for family in FAMILIES for name in PARALLEL]
 
 
