@@ -160,7 +160,7 @@ def _measure_scale(*, num_steps: int) -> list[Figure]:
         recipe, site = Path(folder) / "large.toml", Path(folder) / "cluster.toml"
         recipe.write_text(LARGE_RECIPE)
         site.write_text(LARGE_SITE)
-        request = plan_for_gpus(*load_files(str(recipe), site=str(site)), NUM_GPUS)
+        request = plan_for_gpus(*load_files(str(recipe), site=str(site)), NUM_GPUS).request
         started_at = time.process_time()
         source = DrawnEpisodes(request.recipe, LatencySettings())
         settings = SimulationSettings(num_steps=num_steps)

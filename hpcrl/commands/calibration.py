@@ -123,6 +123,8 @@ class CalibrationReport(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     errors: list[GpuError]
     left_out: dict[str, int]
+    doubtful: list[str]
+    """The coefficients that are less than the peaks of the GPUs allow."""
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
@@ -174,6 +176,7 @@ def fit_servers(servers: MeasuredServers, *, held_out: Sequence[str] = ()) -> Ca
             for name in sorted(types)
         ],
         left_out=dict(servers.left_out),
+        doubtful=[name for name in PEAK_COEFFICIENTS if getattr(fit, name) < PEAK_FIT_SHARE],
     )
 
 
@@ -475,14 +478,13 @@ def _describe_report(report: CalibrationReport) -> list[str]:
     lines = [f"# fitted to {report.num_points} measurements of servers and {report.num_steps} training steps of"]
     lines.append(f"# {report.source}; for a site file:")
     lines.append("[speed]")
-    fit = msgspec.structs.asdict(report.fit)
-    lines += [f"{name} = {value:.4g}" for name, value in fit.items()]
-    lines += [
-        f"# {name} = {fit[name]:.2g} is less than the peaks of the GPUs allow ({PEAK_FIT_SHARE:g} at least): these "
-        "measurements do not determine it, or a GPU is another one than they name"
-        for name in PEAK_COEFFICIENTS
-        if fit[name] < PEAK_FIT_SHARE
-    ]
+    for name, value in msgspec.structs.asdict(report.fit).items():
+        lines.append(f"{'# ' * (name in report.doubtful)}{name} = {value:.4g}")
+    if report.doubtful:
+        lines.append(
+            f"# {', '.join(report.doubtful)}: less than the peaks of the GPUs allow ({PEAK_FIT_SHARE:g} at least): the "
+            "measurements do not determine this, or a GPU is another one than they name"
+        )
     for one in report.errors:
         seen = "fitted" if one.is_fitted else "held out"
         lines.append(

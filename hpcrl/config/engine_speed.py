@@ -10,7 +10,7 @@ import msgspec
 
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.hardware.architecture import ModelArchitecture
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, share_among_copies
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape, share_among_copies
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
 
@@ -36,9 +36,9 @@ def round_weights(shape: ModelShape, engine: EngineConfig, *, gpu: GpuModel) -> 
     return msgspec.structs.replace(shape, weight_bytes=BYTES_FP8, factor_bytes=factor_bytes)
 
 
-def count_weight_bytes(engine: EngineConfig, num_params: int, shape: ModelArchitecture | None) -> float:
-    """Return the bytes of a model on the GPUs of an engine; rounding leaves its embeddings and its head in bfloat16."""
-    if engine.quantization == "none":
-        return float(num_params * BYTES_BF16)
-    precise = shape.embedding_params + shape.head_params if shape is not None else 0
-    return float((num_params - precise) * BYTES_FP8 + precise * BYTES_BF16)
+def count_weight_bytes(engine: EngineConfig, num_params: int, architecture: ModelArchitecture | None) -> float:
+    """Return the bytes of a model on the GPUs of an engine; of one whose architecture is not known, all are rounded."""
+    weight_bytes = BYTES_BF16 if engine.quantization == "none" else BYTES_FP8
+    if architecture is None:
+        return float(num_params * weight_bytes)
+    return msgspec.structs.replace(make_model_shape(architecture), weight_bytes=weight_bytes).held_bytes

@@ -55,6 +55,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers kept of a token; 0: a key and a value of each layer's KV heads."""
     hidden_size: int = 0
     """0: not known, and sums over GPUs are not counted."""
+    num_precise: int = 0
+    """Weights of embeddings and head, which rounding leaves in bfloat16."""
     weight_bytes: float = BYTES_BF16
     factor_bytes: float | None = None
     """Bytes of a number in the products with weights; None: as those of a weight."""
@@ -63,6 +65,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_params(self) -> int:
         return self.num_dense + self.num_expert
+
+    @property
+    def held_bytes(self) -> float:
+        """The bytes of all weights."""
+        precise_bytes = max(self.weight_bytes, BYTES_BF16)
+        return (self.num_params - self.num_precise) * self.weight_bytes + self.num_precise * precise_bytes
 
     @property
     def num_active(self) -> float:
@@ -112,6 +120,7 @@ def make_model_shape(architecture: ModelArchitecture) -> ModelShape:
         experts_per_token=architecture.experts_per_token,
         num_kv_values=architecture.kv_values_per_token,
         hidden_size=architecture.hidden_size,
+        num_precise=architecture.embedding_params + architecture.head_params,
     )
 
 
@@ -187,7 +196,7 @@ def estimate_speed(
     bandwidth = gpu.memory_tb_per_s * 1e12 * tp
     kv_copies = max(1.0, tp / shape.num_kv_heads)  # a head is not divided
     sum_s = by.link * shape.summed_bytes_per_token / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s and tp > 1 else 0.0
-    free_bytes = gpu.memory_gib * GIB * tp * pp * USABLE_SHARE - shape.num_params * shape.weight_bytes
+    free_bytes = gpu.memory_gib * GIB * tp * pp * USABLE_SHARE - shape.held_bytes
     return WorkerSpeed(
         shape=shape,
         step_s=(by.layer_s + by.expert_layer_s * (shape.num_experts > 0) + by.hop_s * log2(tp)) * shape.num_layers,

@@ -28,6 +28,8 @@ from hpcrl.plan.plan import Plan, make_plan
 MAX_SUGGESTIONS = 3
 MAX_TRIED_RANKS = 6
 """The most smaller numbers of the trainer's ranks that are tried for a refused recipe."""
+MAX_TOLERANCE = 0.15
+"""A plan that takes more than this beyond another is not as good, however uncertain that is."""
 NUM_RANKS = "resources.train.num_workers"
 T = TypeVar("T", bound=msgspec.Struct | dict[str, Any])
 
@@ -54,6 +56,9 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     campaign_gpu_hours: float | None = None
     campaign_error: float | None = None
     """The standard error of these three, as a share: they are those of some steps, which differ."""
+    campaign_jobs: int | None = None
+    missing_jobs: int = 0
+    """The jobs among them that `job.num_jobs` does not have."""
 
     @property
     def size(self) -> tuple[object, ...]:
@@ -81,7 +86,9 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
         hours = self.campaign_hours
         time = f"{hours:.3g} h" if hours >= 2 else f"{hours * 60:.3g} min"
         error = f" ± {self.campaign_error:.0%}" if self.campaign_error else ""
-        return f"{each_job}; the last step after {time}{error}, {whole}"
+        jobs = f" in {self.campaign_jobs} jobs" if self.campaign_jobs and self.campaign_jobs > 1 else ""
+        missing = f" ({self.missing_jobs} more than job.num_jobs)" if self.missing_jobs else ""
+        return f"{each_job}; the last step after {time}{error}{jobs}{missing}, {whole}"
 
     def list_costs(self) -> tuple[float, float, float]:
         """Return the time of the campaign, and what it uses of nodes and GPUs."""
@@ -90,7 +97,8 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     def is_as_good_as(self, other: "PlanSuggestion") -> bool:
         """Return whether a campaign under this plan is as fast and as cheap as under another, as far as is known."""
         pairs = zip(self.list_costs()[:2], other.list_costs()[:2], strict=True)
-        return all(mine <= others * (1 + self.find_error(other)) for mine, others in pairs)
+        tolerance = min(self.find_error(other), MAX_TOLERANCE)
+        return all(mine <= others * (1 + tolerance) for mine, others in pairs)
 
     def find_error(self, other: "PlanSuggestion") -> float:
         """Return the share by which two simulated times differ by chance."""

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,39 +55,41 @@ def _run_simulation(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> "SimulationResult":
+    import msgspec
+
     from hpcrl.simulation.campaign import simulate_campaign
     from hpcrl.simulation.sizes import find_sizes
     from hpcrl.simulation.timeline import check_timeline_path, write_timeline
+    from hpcrl.simulation.workload import DrawnEpisodes
 
     if arguments.timeline is not None:
         check_timeline_path(arguments.timeline)
-    request = _load_request(arguments)
+    request, notes = _load_request(arguments)
     sizes = find_sizes(request)
-    sizes = replace(sizes, notes=(*sizes.notes, *_note_assumptions(arguments, sizes)))
-    result = simulate_campaign(request, sizes, _choose_source(arguments, request.recipe), _read_settings(arguments))
+    source = _choose_source(arguments, request.recipe)
+    result = simulate_campaign(request, sizes, source, _read_settings(arguments))
+    cuts = source.describe_cuts() if isinstance(source, DrawnEpisodes) else []
+    assumed = [*notes, *sizes.notes, *_note_assumptions(arguments, sizes), *cuts]
+    result = msgspec.structs.replace(result, notes=assumed)
     if arguments.timeline is not None:
         write_timeline(result, arguments.timeline)
     return result
 
 
-def _load_request(arguments: argparse.Namespace) -> "CampaignRequest":
-    """Load the request; with `--gpus`, plan it for these."""
+def _load_request(arguments: argparse.Namespace) -> "tuple[CampaignRequest, list[str]]":
+    """Load the request, and with `--gpus` plan it for these; return also what is to be noted."""
     from hpcrl.campaign.request import load_files, load_request
     from hpcrl.simulation.scaling import plan_for_gpus
 
     settings = tuple(arguments.settings)
     if arguments.gpus is None:
-        return load_request(arguments.recipe, site=arguments.site, settings=settings)
+        return load_request(arguments.recipe, site=arguments.site, settings=settings), []
     return plan_for_gpus(*load_files(arguments.recipe, site=arguments.site, settings=settings), arguments.gpus)
 
 
 def _note_assumptions(arguments: argparse.Namespace, sizes: "CampaignSizes") -> list[str]:
     """Return a line for each assumption that an option replaces."""
     notes = []
-    if arguments.gpus is not None and (used := sizes.num_charged_gpus) < arguments.gpus:
-        notes.append(
-            f"{used} of {arguments.gpus} GPUs are reserved: workers have whole nodes, and their shares are kept"
-        )
     if arguments.train_s is None:
         gpu = sizes.train.gpu
         share = f"{1 / gpu.fit.train:.0%} of the FLOP/s of {gpu.name}"
@@ -97,6 +98,8 @@ def _note_assumptions(arguments: argparse.Namespace, sizes: "CampaignSizes") -> 
         latencies = _read_latencies(arguments)
         times = f"environments start in {latencies.reset_s:g} s and take {latencies.env_s:g} s for a step, on average"
         notes.append(f"{times} (hpcrl simulate: --reset-s, --env-s, or recorded ones: --traces)")
+    elif is_table_path(Path(arguments.traces)):
+        notes.append(f"environments start in {arguments.reset_s or 0.0:g} s, of which the file has nothing (--reset-s)")
     return notes
 
 
@@ -125,13 +128,15 @@ def _print_suggestions(arguments: argparse.Namespace) -> int:
     from hpcrl.campaign.request import load_request
     from hpcrl.commands.planning import print_fitting
     from hpcrl.plan.suggestions import choose_frontier, show_suggestions, suggest_plans
-    from hpcrl.simulation.frontier import time_plans
+    from hpcrl.simulation.frontier import MIN_STEPS, time_plans
     from hpcrl.simulation.sizes import find_sizes
     from hpcrl.system.terminal import print_json, print_line, print_note
 
     for name in ("gpus", "traces", "timeline"):
         if getattr(arguments, name) is not None:
             raise ConfigError(f"--{name} and --suggest: other plans have other sizes, and drawn episodes")
+    if arguments.steps is not None and arguments.steps < MIN_STEPS:
+        raise ConfigError(f"--steps {arguments.steps} and --suggest: give {MIN_STEPS} at least: steps differ")
     try:
         request = load_request(arguments.recipe, site=arguments.site, settings=tuple(arguments.settings))
     except PlanError as error:
@@ -161,17 +166,20 @@ def _choose_source(arguments: argparse.Namespace, recipe: "Recipe") -> "EpisodeS
         return DrawnEpisodes(recipe, _read_latencies(arguments), seed=arguments.seed)
     path = Path(arguments.traces)
     if is_table_path(path):
-        scripts = read_traces(path, skips_invalid=arguments.skip_invalid)
+        reset_s = arguments.reset_s or 0.0
+        scripts = [one._replace(reset_s=reset_s) for one in read_traces(path, skips_invalid=arguments.skip_invalid)]
         return RecordedEpisodes(fit_episodes(scripts, recipe), arguments.seed)
     return read_campaign_traces(arguments.traces, seed=arguments.seed)
 
 
 def _check_combinations(arguments: argparse.Namespace) -> None:
     """Refuse options that would change nothing."""
-    given = [f"--{name.replace('_', '-')}" for name in LATENCIES if getattr(arguments, name) is not None]
+    has_table = arguments.traces is not None and is_table_path(Path(arguments.traces))
+    recorded = [name for name in LATENCIES if name != "reset_s" or not has_table]  # of which a table has none
+    given = [f"--{name.replace('_', '-')}" for name in recorded if getattr(arguments, name) is not None]
     if given and arguments.traces is not None:
         raise ConfigError(f"{given[0]} and --traces: recorded episodes have their own times: remove one of them")
-    if arguments.skip_invalid and (arguments.traces is None or not is_table_path(Path(arguments.traces))):
+    if arguments.skip_invalid and not has_table:
         raise ConfigError("--skip-invalid is for the calls of a CSV file: name one with --traces")
 
 

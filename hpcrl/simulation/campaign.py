@@ -1,6 +1,7 @@
 """A campaign in simulated time: env workers, engines and trainer, job after job, until the last step.
 
 simulate_campaign    runs it -> SimulationResult
+make_drain_margin    how long before its walltime a job drains
 SimulationSettings   what a recipe does not have
 SimulatedCampaign    the parts, and what passes between them
 MAX_ENV_WORKERS      the env workers that are simulated, at most
@@ -20,7 +21,7 @@ from hpcrl.campaign.request import CampaignRequest
 from hpcrl.campaign_dir.endpoints import EngineEndpoint
 from hpcrl.campaign_dir.paths import parse_role
 from hpcrl.campaign_dir.workers import EnvWorkerId
-from hpcrl.config.recipe import ConfigTable
+from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, TrainingWork, WorkerSpeed, estimate_step_s
 from hpcrl.job.supervision import MAX_DRAIN_SHARE, DrainMargin
@@ -93,13 +94,7 @@ class SimulatedCampaign:
         self._job_ends: list[float] = []
         self._job_end = 0.0
         """The walltime of the job that runs."""
-        job = self.recipe.job
-        self._margin = DrainMargin(
-            list,
-            least_s=job.drain_s,
-            most_s=MAX_DRAIN_SHARE * job.walltime_min * 60,
-            assumed_save_s=settings.checkpoint_s,
-        )
+        self._margin = make_drain_margin(self.recipe, save_s=settings.checkpoint_s)
         self._draw = random.Random(settings.seed)
         self.trainer = SimulatedTrainer(
             queue=self.queue,
@@ -382,6 +377,12 @@ class SimulatedCampaign:
         self.samples.append((self.queue.now, busy["decode"], busy["prefill"], in_env / places, running / places))
 
 
+def make_drain_margin(recipe: Recipe, *, save_s: float) -> DrainMargin:
+    """Return the time to drain as a driver learns it, with checkpoints that take `save_s`."""
+    most_s = MAX_DRAIN_SHARE * recipe.job.walltime_min * 60
+    return DrainMargin(list, least_s=recipe.job.drain_s, most_s=most_s, assumed_save_s=save_s)
+
+
 def simulate_campaign(
     request: CampaignRequest, sizes: CampaignSizes, source: EpisodeSource, settings: SimulationSettings
 ) -> SimulationResult:
@@ -423,7 +424,7 @@ def _make_result(campaign: SimulatedCampaign) -> SimulationResult:
         num_turns=sum(env_worker.num_turns for env_worker in campaign.env_workers),
         tokens_per_s=round(campaign.num_trained_tokens / seconds, 2) if seconds else 0.0,
         utilisation=_measure_utilisation(campaign),
-        lag_mean=round(sum(lag * num for lag, num in lags.items()) / max(1, lags.total()), 4),
+        lag_mean=round(sum(lag * num for lag, num in lags.items()) / lags.total(), 4) if lags else None,
         lags={str(lag): lags[lag] for lag in sorted(lags)},
         waste={reason: round(num / generated, 5) for reason, num in wasted.items()} if generated else {},
         gpu_hours=round(num_gpus * seconds / 3600, 4),
@@ -454,8 +455,8 @@ def _measure_utilisation(campaign: SimulatedCampaign) -> dict[str, float]:
     found = {"decode": (last[1] - first[1]) / elapsed / sizes.decode.num_workers}
     if sizes.prefill is not None:
         found["prefill"] = (last[2] - first[2]) / elapsed / sizes.prefill.num_workers
-    trained = sum(step.ended_at - step.started_at for step in steps[1:])
-    found["train"] = trained / max(steps[-1].ended_at - start, 1e-9) if len(steps) > 1 else 0.0
+    trained = sum(step.ended_at - max(step.started_at, start) for step in steps[1:] or steps)
+    found["train"] = trained / max(steps[-1].ended_at - start, 1e-9) if steps else 0.0
     found["env"] = fmean(one[3] for one in within)
     found["places"] = fmean(one[4] for one in within)
     return {role: round(min(1.0, share), 4) for role, share in found.items()}

@@ -14,13 +14,17 @@ from hpcrl.campaign.request import CampaignRequest
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.plan.suggestions import PlannedRecipe, PlanSuggestion, add_settings, list_plans
-from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
+from hpcrl.simulation.campaign import SimulationSettings, make_drain_margin, simulate_campaign
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
 from hpcrl.system.terminal import track_progress
 
 MIN_STEPS, MAX_STEPS = 8, 24
 """The numbers of simulated steps, whose mean time is that of all. With 24 it was within 10 % for four recipes."""
+MAX_JOBS = 1000
+"""The simulated steps may need more jobs than the recipe has."""
+MIN_SPANS, UNKNOWN_ERROR = 3, 0.5
+"""The error of fewer steps is not known, and counts as this."""
 MAX_ROUNDS = 3
 """After the first round, the smaller ones of the cheapest plan so far are tried."""
 MAX_TURNS = 40_000
@@ -54,9 +58,7 @@ def _time_plans(
 ) -> list[PlannedRecipe]:
     found = []
     for planned in track_progress(plans, "plans are simulated"):
-        with contextlib.suppress(
-            ConfigError
-        ):  # its engines do not hold the model, or its jobs are too short for a step
+        with contextlib.suppress(ConfigError):  # its engines do not hold the model, or no job has time for a step
             found.append(_time_plan(planned, request, latencies, settings))
     return found
 
@@ -66,7 +68,8 @@ def _time_plan(
 ) -> PlannedRecipe:
     """Return the plan with its time and cost."""
     recipe = planned.recipe
-    request = replace(request, recipe=recipe, plan=planned.plan)
+    endless = msgspec.structs.replace(recipe.job, num_jobs=MAX_JOBS)
+    request = replace(request, recipe=msgspec.structs.replace(recipe, job=endless), plan=planned.plan)
     num_steps = min(settings.num_steps or _choose_steps(recipe), recipe.train.num_steps)
     sizes = find_sizes(request)
     source = DrawnEpisodes(recipe, latencies, seed=settings.seed)
@@ -76,19 +79,34 @@ def _time_plan(
         raise ConfigError(f"a job of {recipe.job.walltime_min} min is too short for {num_steps} steps")
     first_s = result.seconds - sum(result.steps)
     step_s = result.step_s if result.step_s is not None else first_s
-    steps_s = first_s + step_s * (recipe.train.num_steps - 1)
-    each_job_s = settings.start_s + settings.checkpoint_s
-    num_jobs = math.ceil(steps_s / max(recipe.job.walltime_min * 60 - each_job_s, step_s))
-    hours = (steps_s + num_jobs * each_job_s) / 3600
-    error = stdev(result.steps) / math.sqrt(len(result.steps)) / step_s if len(result.steps) > 1 else 0.0
+    num_steps = recipe.train.num_steps
+    num_jobs = math.ceil(num_steps / _count_steps_per_job(recipe, settings, first_s=first_s, step_s=step_s))
+    each_job_s = settings.start_s + first_s + settings.checkpoint_s
+    hours = (num_jobs * each_job_s + (num_steps - num_jobs) * step_s) / 3600
+    num_spans, error = len(result.steps), UNKNOWN_ERROR
+    if num_spans >= MIN_SPANS:
+        error = stdev(result.steps) / math.sqrt(num_spans) / step_s
     timed = msgspec.structs.replace(
         planned.suggestion,
         campaign_hours=round(hours, 4),
         campaign_node_hours=round(planned.suggestion.nodes * hours, 4),
         campaign_gpu_hours=round(planned.suggestion.gpus * hours, 4),
         campaign_error=round(error, 4),
+        campaign_jobs=num_jobs,
+        missing_jobs=max(0, num_jobs - recipe.job.num_jobs),
     )
     return planned._replace(suggestion=timed)
+
+
+def _count_steps_per_job(recipe: Recipe, settings: SimulationSettings, *, first_s: float, step_s: float) -> int:
+    """Return the steps of a job whose first one ends after `first_s`: none starts in the drain, or ends too late."""
+    play_s = recipe.job.walltime_min * 60 - settings.start_s
+    margin = make_drain_margin(recipe, save_s=settings.checkpoint_s)
+    margin.note_step(step_s)
+    step_s = max(step_s, 1e-3)
+    num_in_time = 1 + math.floor((play_s - settings.checkpoint_s - first_s) / step_s)
+    num_before_drain = 1 + math.ceil((play_s - margin.find_seconds() - first_s) / step_s)
+    return max(1, min(num_in_time, num_before_drain))
 
 
 def _choose_steps(recipe: Recipe) -> int:

@@ -52,7 +52,7 @@ class SimulationResult(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: dict[str, float]
     """The busy share of the time by role: of engines with a request, of the trainer in steps, and of places for
     episodes whose environment is at work (env)."""
-    lag_mean: float
+    lag_mean: float | None
     lags: dict[str, int]
     """Trained trajectories by lag."""
     waste: dict[str, float]
@@ -74,6 +74,8 @@ def describe_result(result: SimulationResult) -> list[str]:
     gpus, nodes = _count(result.num_gpus, "GPU"), _count(result.num_nodes, "node")
     lines = [f"{result.recipe} on {result.site}: {gpus}, {nodes} ({workers})"]
     ended = "" if result.is_complete else "; its jobs ended before the last step"
+    if not result.num_steps:
+        ended += ": raise job.walltime_min or job.num_jobs, or lower train.groups_per_step"
     jobs = f", {result.num_jobs} jobs" if result.num_jobs > 1 else ""
     lines.append(f"steps        {result.num_steps} in {_show_time(result.seconds)}{jobs}{ended}")
     if result.step_s is not None and result.step_p95_s is not None:
@@ -82,12 +84,13 @@ def describe_result(result: SimulationResult) -> list[str]:
             f"training {_show_time(result.train_s)}"
         )
     lines.append(
-        f"episodes     {result.num_episodes} trained on, {result.num_turns} turns, {result.tokens_per_s:.0f} trained "
-        "tokens/s"
+        f"episodes     {result.num_episodes} trained on, {result.num_turns} turns played, {result.tokens_per_s:.0f} "
+        "trained tokens/s"
     )
     lines.append("busy         " + ", ".join(f"{role} {share:.0%}" for role, share in result.utilisation.items()))
-    lags = ", ".join(f"{num} at {lag}" for lag, num in result.lags.items())
-    lines.append(f"staleness    {result.lag_mean:.2f} versions on average ({lags})")
+    if result.lag_mean is not None:
+        lags = ", ".join(f"{num} at {lag}" for lag, num in result.lags.items())
+        lines.append(f"staleness    {result.lag_mean:.2f} versions on average ({lags})")
     wasted = ", ".join(f"{share:.1%} {reason}" for reason, share in result.waste.items())
     lines.append(f"waste        {sum(result.waste.values()):.1%} of generated tokens{f': {wasted}' if wasted else ''}")
     if result.num_failures:

@@ -1,9 +1,11 @@
 """A recipe with the workers of another number of GPUs, planned as any other: `hpcrl simulate --gpus N`.
 
-plan_for_gpus   plan it with more or fewer workers of each role, without limits on nodes
+plan_for_gpus   plan it with more or fewer workers of each role, without limits on nodes -> ScaledRequest
 """
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.config.recipe import Recipe, RoleName, name_role_resources
@@ -14,9 +16,19 @@ from hpcrl.plan.suggestions import change_fields
 from hpcrl.simulation.sizes import find_sizes
 
 UNLIMITED_NODES = 1_000_000
+MAX_SHIFT = 0.1
+"""Shares that differ by more than this are named."""
 
 
-def plan_for_gpus(recipe: Recipe, site: Site, num_gpus: int) -> CampaignRequest:
+class ScaledRequest(NamedTuple):
+    """A recipe that is planned for another number of GPUs."""
+
+    request: CampaignRequest
+    notes: list[str]
+    """Differences from what was asked for."""
+
+
+def plan_for_gpus(recipe: Recipe, site: Site, num_gpus: int) -> ScaledRequest:
     """Plan a recipe so that its nodes have at most `num_gpus` GPUs, divided among the roles as in its own plan.
 
     The plan is checked as any other, but for the number of nodes that a partition has. Raise PlanError where it is
@@ -25,18 +37,72 @@ def plan_for_gpus(recipe: Recipe, site: Site, num_gpus: int) -> CampaignRequest:
     if site.scheduler == "local":
         raise ConfigError(f"--gpus {num_gpus}: site {site.name} is one machine: name the site of a cluster")
     base = _plan_own_size(recipe, site, num_gpus)
+    scaled = _fill_nodes(*_find_largest(base, num_gpus), num_gpus)
+    return ScaledRequest(scaled, _note_differences(base, scaled, num_gpus))
+
+
+def _find_largest(base: CampaignRequest, num_gpus: int) -> tuple[CampaignRequest, dict[RoleName, int]]:
+    """Plan the same shares of the GPUs; return the largest plan that they hold, with its numbers of workers."""
     budget, num_reserved = num_gpus, 0
     while True:
         numbers = _divide_gpus(base, budget, num_gpus=num_gpus, num_reserved=num_reserved)
         try:
-            scaled = _plan_with(base.recipe, site, numbers)
+            scaled, numbers = _plan_about(base, numbers)
         except PlanError as error:
             more = f"whole nodes would have {num_reserved} GPUs; with fewer workers, " if num_reserved else ""
-            raise PlanError(f"--gpus {num_gpus}: {more}{error}") from None
+            shortage, _, advice = str(error).partition(": set resources.train.num_workers")
+            instead = ": give more GPUs, or choose GPUs with more memory" if advice else ""
+            raise PlanError(f"--gpus {num_gpus}: {more}{shortage}{instead}") from None
         num_reserved = find_sizes(scaled).num_charged_gpus
         if num_reserved <= num_gpus:
-            return _fill_nodes(scaled, numbers, num_gpus)
+            return scaled, numbers
         budget = min(budget - 1, budget * num_gpus // num_reserved)
+
+
+def _plan_about(base: CampaignRequest, numbers: dict[RoleName, int]) -> tuple[CampaignRequest, dict[RoleName, int]]:
+    """Plan these numbers of workers; where that is refused, a few ranks less, or fewer engines and more ranks."""
+    refusal: PlanError | None = None
+    for tried in _list_divisions(base, numbers):
+        try:
+            return _plan_with(base.recipe, base.site, tried), tried
+        except PlanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _list_divisions(base: CampaignRequest, numbers: dict[RoleName, int]) -> Iterator[dict[RoleName, int]]:
+    """Yield numbers of workers with the same GPUs: those given, then with fewer and fewer engines.
+
+    Each comes with the ranks that have the rest, and with multiples of 2, 4 and 8: groups of ranks may divide rows.
+    """
+    gpus_each = {role: size.gpus_each for role, size in find_sizes(base).roles.items() if role != "train"}
+    step, numbers = _count_replica_ranks(base), dict(numbers)
+    while True:
+        ranks = (numbers["train"] // (step * factor) * step * factor for factor in (1, 2, 4, 8))
+        yield from (numbers | {"train": num} for num in dict.fromkeys(ranks) if num)
+        shrinking = [role for role in gpus_each if numbers[role] > 1]
+        if not shrinking:
+            return
+        role = max(shrinking, key=lambda role: numbers[role] * gpus_each[role])
+        numbers[role] -= 1
+        numbers["train"] = (numbers["train"] + gpus_each[role]) // step * step
+
+
+def _note_differences(base: CampaignRequest, scaled: CampaignRequest, num_gpus: int) -> list[str]:
+    """Return a line for GPUs that are left, and one for shares that are others than those of the recipe's plan."""
+    notes, used = [], find_sizes(scaled).num_charged_gpus
+    if used < num_gpus:
+        notes.append(f"{used} of {num_gpus} GPUs are reserved: one more worker of a role takes more, or is refused")
+    share, planned = (_find_train_share(request) for request in (scaled, base))
+    if abs(share - planned) > MAX_SHIFT:
+        notes.append(f"training has {share:.0%} of the workers' GPUs; in the plan of the recipe it has {planned:.0%}")
+    return notes
+
+
+def _find_train_share(request: CampaignRequest) -> float:
+    sizes = find_sizes(request)
+    return sizes.train.num_gpus / sizes.num_gpus
 
 
 def _plan_own_size(recipe: Recipe, site: Site, num_gpus: int) -> CampaignRequest:

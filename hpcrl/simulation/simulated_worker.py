@@ -312,7 +312,8 @@ class SimulatedEnvWorker:
     def _count_fates(self, outcome: GroupOutcome) -> None:
         for trajectory, status in outcome.booked:
             if status not in TRAINABLE:
-                self._links.fates[status.removeprefix("aborted-")] += self._links.generated.pop(trajectory.id, 0)
+                fate = "end of a job" if self.is_draining else status.removeprefix("aborted-")
+                self._links.fates[fate] += self._links.generated.pop(trajectory.id, 0)
                 self._links.lengths.pop(trajectory.id, None)
 
     # ---- episodes

@@ -58,6 +58,10 @@ class EpisodeScript(NamedTuple):
     turns: tuple[TurnScript, ...]
 
 
+MAX_CUT_SHARE = 0.1
+"""The share of drawn episodes that may end early without a word."""
+
+
 class EpisodeSource(Protocol):
     """The source of episodes."""
 
@@ -85,6 +89,17 @@ class DrawnEpisodes:
         self._seed = seed
         self._recipe = recipe
         self._latencies = latencies
+        self._num_drawn, self._num_cut = 0, 0
+
+    def describe_cuts(self) -> list[str]:
+        """Return a line for the episodes so far that ended early, if they are many."""
+        if self._num_cut <= MAX_CUT_SHARE * self._num_drawn:
+            return []
+        return [
+            f"{self._num_cut / self._num_drawn:.0%} of the episodes end early, since they fill the context of "
+            f"{self._recipe.max_context} tokens: set usual_prompt_tokens and usual_reply_tokens of the domains, or "
+            "--traces"
+        ]
 
     def draw(self, domain: str, *, seed: str) -> EpisodeScript:
         """Draw one; it ends early where the conversation fills the context."""
@@ -93,6 +108,7 @@ class DrawnEpisodes:
         limit = table.max_new_tokens or self._recipe.rollout.max_new_tokens
         usual, room = table.usual_reply_tokens or limit, self._recipe.max_context or _LARGEST
         turns: list[TurnScript] = []
+        self._num_drawn += 1
         for _ in range(draw.randint(1, table.max_turns)):
             fresh = max(1, round(_draw_lognormal(draw, table.usual_prompt_tokens, settings.length_sigma)))
             if not turns:  # a longer first prompt is never played
@@ -100,6 +116,7 @@ class DrawnEpisodes:
             reply = min(limit, max(1, round(_draw_lognormal(draw, usual, settings.length_sigma))))
             room -= fresh + reply
             if room < 0 and turns:
+                self._num_cut += 1
                 break
             turns.append(TurnScript(fresh, reply, _draw_lognormal(draw, settings.env_s, settings.env_sigma)))
         return EpisodeScript(_draw_lognormal(draw, settings.reset_s, settings.env_sigma), tuple(turns))

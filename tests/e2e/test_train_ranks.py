@@ -38,7 +38,9 @@ def test_two_ranks_killed_with_their_driver_resume_and_train_every_group_once(cr
 
 def test_two_ranks_save_one_model_which_is_what_they_published(crashed: CrashedCampaign) -> None:
     newest = sorted(crashed.campaign.checkpoints.iterdir())[-1]
-    assert len(list(newest.glob("state-*.safetensors"))) == 2
+    assert (
+        len(list(newest.glob("state-?????.safetensors"))) == len(list(newest.glob("state-*-moments.safetensors"))) == 2
+    )
     model = AutoModelForCausalLM.from_pretrained(crashed.model)
     assert (model.config.model_type, model.dtype) == ("qwen2", torch.float32)
     store, trained = FileStore(crashed.campaign.weights), dict(model.named_parameters())

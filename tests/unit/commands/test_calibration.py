@@ -142,7 +142,9 @@ def test_coefficients_below_the_peaks_are_named(tmp_path, capsys):
     assert main(["calibrate", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "# read = 0." in printed
-    assert "is less than the peaks of the GPUs allow (0.7 at least)" in printed
+    assert "less than the peaks of the GPUs allow (0.7 at least)" in printed
+    assert main(["calibrate", str(path), "--json"]) == 0
+    assert "read" in load_checked(capsys.readouterr().out, "calibrate")["doubtful"]
 
 
 def test_a_held_out_type_that_is_not_in_the_file_is_refused(csv_file):

@@ -18,9 +18,11 @@ def find_memory(*settings: str, site: str = "jupiter") -> dict[str, EngineMemory
     return {memory.role: memory for memory in plan.engine_memory}
 
 
-def test_weights_and_kv_fill_what_is_usable_of_each_gpu() -> None:
-    memory = find_memory()["decode"]
-    assert memory.weights_gib == pytest.approx(QWEN3_32B.num_params * 2 / 4 / GIB, abs=1e-3)  # four GPUs
+@pytest.mark.parametrize("settings", [(), ("engine.quantization=fp8",)])
+def test_weights_and_kv_fill_what_is_usable_of_each_gpu(settings: tuple[str, ...]) -> None:
+    memory = find_memory("resources.decode.gpus_per_worker=4", *settings)["decode"]
+    if not settings:
+        assert memory.weights_gib == pytest.approx(QWEN3_32B.num_params * 2 / 4 / GIB, abs=1e-3)
     kv_gib = memory.kv_tokens * 2 * QWEN3_32B.kv_values_per_token / 4 / GIB
     assert memory.weights_gib + kv_gib == pytest.approx(memory.usable_gib, rel=1e-3)
     assert memory.usable_gib == pytest.approx(0.9 * 96)

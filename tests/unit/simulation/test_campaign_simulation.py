@@ -366,6 +366,39 @@ def test_turns_that_find_no_room_wait_for_it_without_asking_again_and_again():
     assert campaign.queue.num_run < 20_000
 
 
+def test_a_job_that_ends_before_its_first_step_names_the_settings(capsys):
+    words = ["quickstart", "--site", "local", "-s", "train.groups_per_step=3000", "-s", "job.walltime_min=2"]
+    assert main([*words, "-s", "job.drain_s=10"]) == 1
+    printed = capsys.readouterr().out
+    assert "steps        0 in " in printed
+    assert "raise job.walltime_min or job.num_jobs, or lower train.groups_per_step" in printed
+    assert "staleness" not in printed
+    assert "100.0% end of a job" in printed
+    assert "redundant" not in printed
+
+
+def test_the_trainer_is_busy_in_its_only_step():
+    assert simulate(num_steps=1, train_s=1000.0).utilisation["train"] > 0.95
+
+
+def test_drawn_episodes_that_fill_the_context_are_named(capsys):
+    assert main(["quickstart", "--site", "local", "--steps", "2"]) == 0
+    assert "of the episodes end early, since they fill the context of 512 tokens" in capsys.readouterr().out
+    fitting = ["-s", "domains.lake.usual_prompt_tokens=6", "-s", "domains.lake.usual_reply_tokens=6"]
+    assert main(["quickstart", "--site", "local", "--steps", "2", *fitting]) == 0
+    assert "end early" not in capsys.readouterr().out
+
+
+def test_a_table_of_calls_may_have_resets(tmp_path, capsys):
+    path = tmp_path / "calls.csv"
+    path.write_text(TRACES)
+    seconds = []
+    for words in ([], ["--reset-s", "30"]):
+        assert main(["quickstart", "--site", "local", "--steps", "2", "--traces", str(path), *words, "--json"]) == 0
+        seconds.append(load_checked(capsys.readouterr().out, "simulate")["seconds"])
+    assert seconds[1] > seconds[0] + 25
+
+
 def test_redundant_episodes_are_waste():
     result = simulate("rollout.redundancy=4", "rollout.late_after_s=0")
     assert result.waste["redundant"] > 0.05
@@ -658,7 +691,10 @@ def test_recorded_episodes_are_cut_where_the_recipe_would_end_them(capsys):
         (["--traces", ""], "--traces is empty: name a CSV file or a campaign"),
         (["--timeline", "nowhere/steps.svg"], "--timeline nowhere/steps.svg: the directory 'nowhere' does not exist"),
         (["--traces", "a.csv", "--env-s", "2"], "--env-s and --traces: recorded episodes have their own times"),
-        (["--traces", "a", "--reset-s", "0"], "--reset-s and --traces: recorded episodes have their own times"),
+        (
+            ["--traces", "my-campaign", "--reset-s", "0"],
+            "--reset-s and --traces: recorded episodes have their own times",
+        ),
         (["--skip-invalid"], "--skip-invalid is for the calls of a CSV file"),
         (["--skip-invalid", "--traces", "my-campaign"], "--skip-invalid is for the calls of a CSV file"),
         (["--traces", "nowhere.csv"], "nowhere.csv cannot be read (No such file or directory): give a CSV file"),

@@ -25,15 +25,22 @@ def plan_request(*settings: str, site: str = "perlmutter") -> CampaignRequest:
     return CampaignRequest(recipe=recipe, site=place, plan=make_plan(recipe, place))
 
 
-@pytest.mark.parametrize("walltime_min", [20, 4])
-def test_the_time_of_a_campaign_is_near_that_of_all_its_steps(walltime_min: int) -> None:
-    request = plan_request("train.num_steps=60", f"job.walltime_min={walltime_min}", "job.num_jobs=9", "job.drain_s=20")
-    settings = SimulationSettings()
+@pytest.mark.parametrize(
+    ("walltime_min", "num_steps", "train_s"), [(20, 60, None), (4, 60, None), (5, 30, 100.0), (6, 30, 100.0)]
+)
+def test_the_time_of_a_campaign_is_near_that_of_all_its_steps(
+    walltime_min: int, num_steps: int, train_s: float | None
+) -> None:
+    """Also where a job has time for one or two steps."""
+    job = (f"job.walltime_min={walltime_min}", "job.num_jobs=99", "job.drain_s=20")
+    request = plan_request(f"train.num_steps={num_steps}", *job)
+    settings = SimulationSettings(train_s=train_s)
     made = time_plans(request, LATENCIES, settings)[0]
     source = DrawnEpisodes(request.recipe, LATENCIES, seed=0)
     whole = simulate_campaign(request, find_sizes(request), source, settings)
     assert made.campaign_hours is not None
     assert made.campaign_hours * 3600 == pytest.approx(whole.seconds + settings.start_s, rel=0.1)
+    assert made.campaign_jobs == pytest.approx(whole.num_jobs, rel=0.1)
     assert made.campaign_node_hours == pytest.approx(made.nodes * made.campaign_hours, rel=1e-3)
 
 
@@ -120,8 +127,22 @@ def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:
     assert done.stdout.startswith("planned   ")
 
 
-@pytest.mark.parametrize("option", ["--gpus=4", "--traces=calls.csv", "--timeline=a.svg"])
+def test_jobs_that_are_missing_are_named() -> None:
+    request = plan_request("train.num_steps=30", "job.walltime_min=5", "job.num_jobs=2", "job.drain_s=20")
+    made = time_plans(request, LATENCIES, SimulationSettings(train_s=100.0))[0]
+    assert made.campaign_jobs is not None
+    assert f" in {made.campaign_jobs} jobs ({made.campaign_jobs - 2} more than job.num_jobs), " in made.describe()
+
+
+def test_the_error_of_few_steps_counts_as_large() -> None:
+    made = time_plans(plan_request("train.num_steps=2"), LATENCIES, SimulationSettings())[0]
+    assert made.campaign_error == 0.5
+
+
+@pytest.mark.parametrize("option", ["--gpus=4", "--traces=calls.csv", "--timeline=a.svg", "--steps=7"])
 def test_options_that_other_plans_cannot_have_are_refused(option: str) -> None:
     done = run("simulate", "quickstart", "--site", "lab", "--suggest", option)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"hpcrl: {option.partition('=')[0]} and --suggest: ")
+    name, _, value = option.partition("=")
+    shown = f"{name} {value}" if name == "--steps" else name
+    assert done.stderr.startswith(f"hpcrl: {shown} and --suggest: ")

@@ -14,7 +14,7 @@ MEGATRON = ("train.trainer=megatron", "train.tensor_parallel=4", "train.expert_p
 
 
 def scale(recipe: str, num_gpus: int, *settings: str, site: str) -> CampaignRequest:
-    return plan_for_gpus(*load_files(recipe, site=site, settings=settings), num_gpus)
+    return plan_for_gpus(*load_files(recipe, site=site, settings=settings), num_gpus).request
 
 
 @pytest.mark.parametrize("factor", [2, 4])
@@ -44,8 +44,8 @@ def test_training_has_the_gpus_of_whole_models() -> None:
 
 
 def test_a_model_that_the_gpus_of_training_do_not_hold_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"--gpus 30: .*a train worker needs .* GiB"):
-        scale("qwen3-32b", 30, ACCOUNT, site="jupiter")
+    with pytest.raises(PlanError, match=r"--gpus 12: a train worker needs .* GiB"):
+        scale("qwen3-32b", 12, ACCOUNT, site="jupiter")
 
 
 def test_a_recipe_that_needs_more_ranks_than_it_asks_for_is_planned_for_more_gpus() -> None:
@@ -54,7 +54,7 @@ def test_a_recipe_that_needs_more_ranks_than_it_asks_for_is_planned_for_more_gpu
         load_request("qwen3-32b", site="jupiter", settings=settings)
     assert scale("qwen3-32b", 128, *settings, site="jupiter").plan.num_gpus == 128
     with pytest.raises(PlanError, match="a train worker needs"):
-        scale("qwen3-32b", 20, *settings, site="jupiter")
+        scale("qwen3-32b", 16, *settings, site="jupiter")
 
 
 def test_more_nodes_than_the_site_has_are_named() -> None:
@@ -107,6 +107,33 @@ def test_gpus_that_are_too_few_for_whole_nodes_are_refused_with_those_that_are_n
     with pytest.raises((ConfigError, PlanError), match=refusal):
         scale("qwen3-8b-math", num_gpus, ACCOUNT, site="perlmutter")
     assert scale("qwen3-8b-math", 12, ACCOUNT, site="perlmutter").plan.num_gpus == 12
+
+
+@pytest.mark.parametrize(
+    ("recipe", "site", "num_gpus", "expected"),
+    [
+        ("qwen3-32b-swe", "leonardo", 33, 32),  # 20 ranks make up groups that divide rows, and 21 do not
+        ("qwen3-32b", "perlmutter", 20, 20),  # with one decode engine less, training has its memory
+        ("qwen3-8b-math", "frontier", 101, 96),  # a node more than the shares of the plan fill
+    ],
+)
+def test_what_fits_into_fewer_gpus_fits_into_more(recipe: str, site: str, num_gpus: int, expected: int) -> None:
+    assert scale(recipe, num_gpus, ACCOUNT, site=site).plan.num_gpus == expected
+
+
+def test_gpus_that_are_left_and_other_shares_are_noted() -> None:
+    loaded = load_files("qwen3-8b-math", site="frontier", settings=(ACCOUNT,))
+    assert plan_for_gpus(*loaded, 31).notes == [
+        "24 of 31 GPUs are reserved: one more worker of a role takes more, or is refused",
+        "training has 50% of the workers' GPUs; in the plan of the recipe it has 70%",
+    ]
+    assert plan_for_gpus(*loaded, 96).notes == []
+
+
+def test_a_refusal_asks_for_more_gpus_and_not_for_ranks() -> None:
+    with pytest.raises(PlanError, match=r"give more GPUs, or choose GPUs with more memory$") as caught:
+        scale("qwen3-8b-math", 3, ACCOUNT, site="perlmutter")
+    assert "num_workers" not in str(caught.value)
 
 
 def test_what_is_simulated_is_what_is_planned() -> None:
