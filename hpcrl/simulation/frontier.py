@@ -15,6 +15,7 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.plan.suggestions import PlannedRecipe, PlanSuggestion, add_settings, list_plans
 from hpcrl.simulation.campaign import SimulationSettings, make_drain_margin, simulate_campaign
+from hpcrl.simulation.result import SimulationResult
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
 from hpcrl.system.terminal import track_progress
@@ -80,7 +81,7 @@ def _time_plan(
     first_s = result.seconds - sum(result.steps)
     step_s = result.step_s if result.step_s is not None else first_s
     num_steps = recipe.train.num_steps
-    num_jobs = math.ceil(num_steps / _count_steps_per_job(recipe, settings, first_s=first_s, step_s=step_s))
+    num_jobs = math.ceil(num_steps / _count_steps_per_job(recipe, settings, result, first_s=first_s, step_s=step_s))
     each_job_s = settings.start_s + first_s + settings.checkpoint_s
     hours = (num_jobs * each_job_s + (num_steps - num_jobs) * step_s) / 3600
     num_spans, error = len(result.steps), UNKNOWN_ERROR
@@ -98,11 +99,13 @@ def _time_plan(
     return planned._replace(suggestion=timed)
 
 
-def _count_steps_per_job(recipe: Recipe, settings: SimulationSettings, *, first_s: float, step_s: float) -> int:
+def _count_steps_per_job(
+    recipe: Recipe, settings: SimulationSettings, result: SimulationResult, *, first_s: float, step_s: float
+) -> int:
     """Return the steps of a job whose first one ends after `first_s`: none starts in the drain, or ends too late."""
     play_s = recipe.job.walltime_min * 60 - settings.start_s
     margin = make_drain_margin(recipe, save_s=settings.checkpoint_s)
-    margin.note_step(step_s)
+    margin.note_step(result.train_s)
     step_s = max(step_s, 1e-3)
     num_in_time = 1 + math.floor((play_s - settings.checkpoint_s - first_s) / step_s)
     num_before_drain = 1 + math.ceil((play_s - margin.find_seconds() - first_s) / step_s)
