@@ -70,7 +70,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "calibrate": ("hpcrl calibrate my-campaign", "hpcrl calibrate servers.csv --hold-out b200 --json"),
     "simulate": (
         "hpcrl simulate quickstart --site local --steps 20",
-        "hpcrl simulate my/recipe.toml --site my-perlmutter --gpus 512 --traces calls.csv --timeline steps.svg",
+        "hpcrl simulate my/recipe.toml --site my-perlmutter --gpus 128 --traces calls.csv --timeline steps.svg",
     ),
     "rm": ("hpcrl rm quickstart-1", "hpcrl rm quickstart-1 quickstart-2 --yes"),
     "help": ("hpcrl help", "hpcrl help recipe", "hpcrl help recipe rollout", "hpcrl help submit"),
