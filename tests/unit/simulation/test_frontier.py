@@ -11,8 +11,9 @@ import pytest
 
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.plan.plan import make_plan
+from hpcrl.plan.suggestions import PlanSuggestion, list_plans
 from hpcrl.simulation.campaign import SimulationSettings, simulate_campaign
-from hpcrl.simulation.frontier import time_plans
+from hpcrl.simulation.frontier import _time_plan, time_plans
 from hpcrl.simulation.sizes import find_sizes
 from hpcrl.simulation.workload import DrawnEpisodes, LatencySettings
 from tests.support.plans import make_recipe, make_site
@@ -25,6 +26,12 @@ def plan_request(*settings: str, site: str = "perlmutter") -> CampaignRequest:
     return CampaignRequest(recipe=recipe, site=place, plan=make_plan(recipe, place))
 
 
+def time_made(request: CampaignRequest, settings: SimulationSettings) -> PlanSuggestion:
+    """Time the plan that was made, and no other."""
+    made = list_plans(request.recipe, request.site, request.plan)[0]
+    return _time_plan(made, request, LATENCIES, settings).suggestion
+
+
 @pytest.mark.parametrize(
     ("walltime_min", "num_steps", "train_s"), [(20, 60, None), (4, 60, None), (5, 30, 100.0), (6, 30, 100.0)]
 )
@@ -35,7 +42,7 @@ def test_the_time_of_a_campaign_is_near_that_of_all_its_steps(
     job = (f"job.walltime_min={walltime_min}", "job.num_jobs=99", "job.drain_s=20")
     request = plan_request(f"train.num_steps={num_steps}", *job)
     settings = SimulationSettings(train_s=train_s)
-    made = time_plans(request, LATENCIES, settings)[0]
+    made = time_made(request, settings)
     source = DrawnEpisodes(request.recipe, LATENCIES, seed=0)
     whole = simulate_campaign(request, find_sizes(request), source, settings)
     assert made.campaign_hours is not None
@@ -72,7 +79,7 @@ def test_plans_of_which_several_sizes_are_smaller_are_found_by_settings_that_lea
 def test_the_error_of_a_time_is_that_of_its_steps() -> None:
     """Those of two seeds are within three errors."""
     request = plan_request("train.num_steps=60")
-    one, other = (time_plans(request, LATENCIES, SimulationSettings(seed=seed))[0] for seed in (1, 2))
+    one, other = (time_made(request, SimulationSettings(seed=seed)) for seed in (1, 2))
     assert one.campaign_hours is not None
     assert other.campaign_hours is not None
     assert 0 < one.find_error(other) < 0.4
@@ -129,13 +136,13 @@ def test_a_recipe_without_episodes_has_suggestions_by_size() -> None:
 
 def test_jobs_that_are_missing_are_named() -> None:
     request = plan_request("train.num_steps=30", "job.walltime_min=5", "job.num_jobs=2", "job.drain_s=20")
-    made = time_plans(request, LATENCIES, SimulationSettings(train_s=100.0))[0]
+    made = time_made(request, SimulationSettings(train_s=100.0))
     assert made.campaign_jobs is not None
     assert f" in {made.campaign_jobs} jobs ({made.campaign_jobs - 2} more than job.num_jobs), " in made.describe()
 
 
 def test_the_error_of_few_steps_counts_as_large() -> None:
-    made = time_plans(plan_request("train.num_steps=2"), LATENCIES, SimulationSettings())[0]
+    made = time_made(plan_request("train.num_steps=2"), SimulationSettings())
     assert made.campaign_error == 0.5
 
 
