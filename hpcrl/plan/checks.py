@@ -409,14 +409,13 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, Any] = {
-        **{"rows": "padded", "lora_rank": 0, "offload": False, "compile": False},
-        "context_size": 1,
+    plain: dict[str, tuple[Any, ...]] = {
+        **{"rows": ("padded",), "lora_rank": (0,), "offload": (False,), "compile": (False,)},
+        "context_parallel": (1, "auto"),
     }
     for name, known in plain.items():
-        if (seen := getattr(train, name)) != known:
-            name = name.replace("context_size", "context_parallel")
-            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
+        if (seen := getattr(train, name)) not in known:
+            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known[0]!r}'
     if train.sharding == "full":
         return (
             'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '

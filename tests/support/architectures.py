@@ -66,6 +66,11 @@ def make_small(directory, family, *, seed=0):
     return directory
 
 
+def make_families(folder, families):
+    """Save a model of each family; return their directories."""
+    return {family: make_small(folder / family, family) for family in families}
+
+
 def train_families(world, cases):
     """Make a step of Megatron for each model directory and parallelism, in ranks that are started once."""
     return [

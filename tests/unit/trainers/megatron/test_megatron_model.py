@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.architectures import FAMILIES, make_small
+from tests.support.architectures import FAMILIES, make_families, make_small
 from tests.support.learners import CONTEXT, settings, train_torch
 from tests.support.megatron import skip_without_megatron
 
@@ -37,8 +37,7 @@ def find_saved(family):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
-    return {family: make_small(folder / family, family) for family in FAMILIES}
+    return make_families(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import pytest
 from hpcrl.errors import TrainError
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.architectures import make_small, train_torch_families
+from tests.support.architectures import make_families, make_small, train_torch_families
 from tests.support.learners import settings
 from tests.support.megatron import skip_without_megatron
 from tests.unit.trainers.megatron.test_megatron_model import check_same
@@ -34,8 +34,7 @@ CASES = [(family, name) for family in FAMILIES for name in PARALLEL]
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("families")
-    return {family: make_small(folder / family, family) for family in FAMILIES}
+    return make_families(tmp_path_factory.mktemp("families"), FAMILIES)
 
 
 @pytest.fixture(scope="module")
