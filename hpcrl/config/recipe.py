@@ -422,8 +422,8 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     expert_parallel: Count = 1
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
     context_parallel: Literal["auto"] | Count = "auto"
-    """With trainer "torch": ranks that divide the positions of each trajectory, for long ones; it divides the model's
-    attention heads. Auto: the fewest with which the plan finds that the longest trajectory fits."""
+    """Ranks that divide the positions of each trajectory, for long ones; it divides the model's attention heads. Auto:
+    the fewest with which the plan finds that the longest trajectory fits."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
     recompute: Literal["auto"] | bool = "auto"

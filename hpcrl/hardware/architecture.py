@@ -225,7 +225,9 @@ def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None
     return None
 
 
-def find_parallel_conflict(shape: ModelArchitecture, *, num_tp: int, num_pp: int = 1, num_ep: int = 1) -> str | None:
+def find_parallel_conflict(
+    shape: ModelArchitecture, *, num_tp: int, num_pp: int = 1, num_ep: int = 1, num_cp: int = 1
+) -> str | None:
     """Return why the ranks of trainer "megatron" cannot divide a model, with a fix; None if they can."""
     groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
     inner = [("ffn rows", shape.dense_inner)] if shape.num_dense_layers else []
@@ -233,6 +235,13 @@ def find_parallel_conflict(shape: ModelArchitecture, *, num_tp: int, num_pp: int
     for what, size in (*groups, ("attention heads", shape.num_heads), *inner, *shared):
         if size % num_tp:
             return f"train.tensor_parallel = {num_tp} does not divide the model's {size} {what}: choose a divisor"
+    num_heads = shape.num_heads // num_tp
+    if num_heads % num_cp:
+        of_a_rank = f" of a rank with train.tensor_parallel = {num_tp}" if num_tp > 1 else " of the model"
+        return (
+            f"train.context_parallel = {num_cp} does not divide the {num_heads} attention heads{of_a_rank}: choose a "
+            "divisor"
+        )
     if shape.num_layers % num_pp:
         return (
             f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "

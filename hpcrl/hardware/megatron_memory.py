@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.hardware.architecture import ModelArchitecture
+from hpcrl.hardware.architecture import ModelArchitecture, count_kv_repeats
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32
 from hpcrl.hardware.train_memory import LOGITS_CHUNK_BYTES, MAX_CHUNK_LOGITS, PassMoment, RankMemory
 
@@ -37,6 +37,8 @@ class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     expert_parallel: int = 1
+    context_parallel: int = 1
+    """Ranks that divide the positions of the rows."""
     is_bf16: bool = False
     has_recompute: bool = False
     """True if layers keep only their inputs, and compute the rest again for the gradient."""
@@ -68,7 +70,11 @@ class _StageLayers(NamedTuple):
 
 
 def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, num_tokens: int) -> RankMemory:
-    """Estimate the memory of the rank that needs most, with micro-batches of this many tokens, padding included."""
+    """Estimate the memory of the rank that needs most, with micro-batches of this many tokens, padding included.
+
+    The ranks of a context-parallel group divide them.
+    """
+    num_tokens = -(-num_tokens // setup.context_parallel)
     stages = (_make_stage(shape, setup, index=index) for index in {0, setup.pipeline_parallel - 1})
     found = (_estimate_stage(shape, setup, stage, num_tokens=num_tokens) for stage in stages)
     return max(found, key=lambda memory: memory.total)
@@ -153,10 +159,18 @@ def _list_moments(
     kinds = [False] * bool(stage.num_dense) + [True] * bool(stage.num_with_experts)
     working = num_tokens * max(_count_working_bytes(shape, setup, has_experts=kind) for kind in kinds)
     gradient = (BYTES_FP32 + each * setup.is_bf16) * _count_first_matrix(shape, stage) / num_tp
-    moments = [PassMoment("layer", gradient, stage.num_in_flight * kept + working)]
+    in_flight = stage.num_in_flight * kept
+    if not stage.is_last:  # what it has sent for each of them, and the gradient that it gets for one
+        in_flight += num_tokens * (stage.num_in_flight + 1) * each * hidden / num_tp
+    # Where a dense MLP comes to the gradient of its first matrix, it has released its inner tensors.
+    released = num_tokens * DENSE_INNER_PARTS * each * shape.dense_inner / num_tp * (not stage.num_with_experts)
+    moments = [
+        PassMoment("layer", 0.0, in_flight + working),
+        PassMoment("first-gradient", gradient, in_flight + working - released),
+    ]
     if setup.has_recompute:
         again = num_tokens * max(_count_again_bytes(shape, setup, has_experts=kind) for kind in kinds)
-        moments.append(PassMoment("again", 0.0, stage.num_in_flight * kept + again))
+        moments.append(PassMoment("again", 0.0, in_flight + again))
     if stage.is_last:
         last = num_tokens / num_tp * (NORM_BYTES * hidden + 2 * each * hidden)
         whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
@@ -187,12 +201,17 @@ def _count_saved_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_ex
 
 def _count_attention_bytes(shape: ModelArchitecture, setup: MegatronSetup) -> int:
     """Count what attention keeps of a token: queries, keys, values, its output, the sums of its softmax, its norms."""
-    each = setup.compute_bytes
+    each, swapped = setup.compute_bytes, 0
     queries, outputs = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
     num_kv_heads = shape.num_heads if shape.kv_rank else shape.num_kv_heads
     keys, values = num_kv_heads * shape.head_dim, num_kv_heads * shape.value_dim
     # Queries and keys are kept after they were turned by their positions, beside the tensor that they come from.
-    kept = queries + keys + (queries + keys + values) + outputs
+    if setup.context_parallel > 1:  # values beside the tensor that they come from, and the output before its swap
+        num_heads = shape.num_heads // setup.tensor_parallel
+        num_groups = max(num_kv_heads // setup.tensor_parallel, 1)
+        repeats = count_kv_repeats(num_heads, num_groups, size=setup.context_parallel)
+        swapped = values * repeats + keys * (repeats - 1) + outputs
+    kept = queries + keys + (queries + keys + values) + outputs + swapped
     norms = NORM_BYTES * ((queries + keys) * shape.has_query_norm + shape.query_rank + shape.kv_rank)
     return each * kept + norms + BYTES_FP32 * shape.num_heads
 
@@ -202,8 +221,9 @@ def _count_working_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_
     each, hidden = setup.compute_bytes, shape.hidden_size
     if has_experts:
         needed = each * _count_routed(shape, setup) * (2 * hidden + shape.expert_inner) / setup.tensor_parallel
-    else:  # the gradient of the output, and of both factors of the inner values
+    else:  # the gradient of the output, and of both factors of the inner values, and the input that ranks gather again
         needed = each * (hidden + 2 * shape.dense_inner / setup.tensor_parallel)
+        needed += each * hidden * (setup.tensor_parallel > 1)
     return needed + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
 
 

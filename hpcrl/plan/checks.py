@@ -132,24 +132,16 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.gpus_per_worker = {gpus}: a worker of the trainer is a rank, and a rank uses one GPU: "
             f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
         )
-    shared, expert_shared = (each * train.pipeline_parallel for each in (train.tensor_parallel, train.expert_parallel))
-    if train.trainer == "torch" and max(shared, expert_shared) > 1:
+    if train.trainer == "torch" and max(train.tensor_parallel, train.pipeline_parallel, train.expert_parallel) > 1:
         raise PlanError(
             f"train.tensor_parallel = {train.tensor_parallel}, train.pipeline_parallel = {train.pipeline_parallel} and "
             f'train.expert_parallel = {train.expert_parallel} are for trainer "megatron": set them to 1, or '
             'train.trainer = "megatron"'
         )
-    for name, num in (("tensor_parallel", shared), ("expert_parallel", expert_shared)):
-        if ranks % num:
-            together = math.lcm(shared, expert_shared)
-            raise PlanError(
-                f"resources.train.num_workers = {ranks} is not a multiple of train.{name} x pipeline_parallel = {num}: "
-                f"set it to {-(-ranks // together) * together}"
-            )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
+    _check_groups(recipe)
     _check_division(recipe)
-    _check_context_parallel(recipe)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
         raise PlanError(
             f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "
@@ -168,30 +160,44 @@ def _check_trainer(recipe: Recipe) -> None:
         )
 
 
+def _check_groups(recipe: Recipe) -> None:
+    """Check that the ranks can be split into the groups of each kind of parallelism."""
+    train, ranks = recipe.train, recipe.resources.train.num_workers
+    degrees = {
+        "tensor_parallel": train.tensor_parallel,
+        "context_parallel": train.context_size,
+        "pipeline_parallel": train.pipeline_parallel,
+    }
+    of_experts = {name: num for name, num in degrees.items() if name == "pipeline_parallel"}
+    of_experts = {"expert_parallel": train.expert_parallel} | of_experts
+    together = math.lcm(math.prod(degrees.values()), math.prod(of_experts.values()))
+    for group in (degrees, of_experts):
+        num = math.prod(group.values())
+        if ranks % num:
+            names = " x ".join(f"train.{name}" for name, degree in group.items() if degree > 1)
+            raise PlanError(
+                f"resources.train.num_workers = {ranks} is not a multiple of {names} = {num}: "
+                f"set it to {-(-ranks // together) * together}"
+            )
+
+
 def _check_division(recipe: Recipe) -> None:
-    """Check that the ranks of trainer "megatron" can divide the model, where its sizes are known."""
-    train = recipe.train
-    if train.trainer != "megatron" or not recipe.model.config:
+    """Check that the ranks can divide the model and the positions of its rows, where its sizes are known."""
+    train, config, size = recipe.train, recipe.model.config, recipe.train.context_size
+    if not config:
         return
-    conflict = find_parallel_conflict(
-        read_architecture(recipe.model.config),
-        num_tp=train.tensor_parallel,
-        num_pp=train.pipeline_parallel,
-        num_ep=train.expert_parallel,
-    )
-    if conflict is not None:
-        raise PlanError(conflict)
-
-
-def _check_context_parallel(recipe: Recipe) -> None:
-    """Check that ranks can divide the positions of rows."""
-    size, ranks = recipe.train.context_size, recipe.resources.train.num_workers
-    if ranks % size:
-        raise PlanError(
-            f"resources.train.num_workers = {ranks} is not a multiple of train.context_parallel = {size}: set it to "
-            f"{-(-ranks // size) * size}"
+    conflict = None
+    if train.trainer == "megatron":
+        conflict = find_parallel_conflict(
+            read_architecture(config),
+            num_tp=train.tensor_parallel,
+            num_pp=train.pipeline_parallel,
+            num_ep=train.expert_parallel,
+            num_cp=size,
         )
-    if size > 1 and recipe.model.config and (conflict := find_context_conflict(recipe.model.config, size=size)):
+    elif size > 1:
+        conflict = find_context_conflict(config, size=size)
+    if conflict is not None:
         raise PlanError(conflict)
 
 
@@ -409,13 +415,10 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
 
 def find_megatron_conflict(train: TrainConfig) -> str | None:
     """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain: dict[str, tuple[Any, ...]] = {
-        **{"rows": ("padded",), "lora_rank": (0,), "offload": (False,), "compile": (False,)},
-        "context_parallel": (1, "auto"),
-    }
+    plain = {"rows": "padded", "lora_rank": 0, "offload": False, "compile": False}
     for name, known in plain.items():
-        if (seen := getattr(train, name)) not in known:
-            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known[0]!r}'
+        if (seen := getattr(train, name)) != known:
+            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
     if train.sharding == "full":
         return (
             'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '

@@ -189,6 +189,7 @@ def make_megatron_setup(recipe: Recipe, *, has_recompute: bool) -> MegatronSetup
         tensor_parallel=train.tensor_parallel,
         pipeline_parallel=train.pipeline_parallel,
         expert_parallel=train.expert_parallel,
+        context_parallel=train.context_size,
         is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
     )

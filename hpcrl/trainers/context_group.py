@@ -2,7 +2,9 @@
 
     ContextGroup            this rank among those that have the same rows
     ContextPart             the positions of a micro-batch that this rank has
+    WHOLE_CONTEXT           the group of a rank that has whole rows
     make_context_group      divide the ranks of a world into groups
+    attend_whole_rows       let the ranks of a group attend to all positions of their rows
     use_context_attention   let a model of transformers see whole rows in its attention, and nothing else
 
 Attention needs all positions of a row, and nothing else in a layer does. Around it the ranks of a group swap parts
@@ -16,6 +18,7 @@ Legend: B rows, T positions, S those of this rank, H heads of queries, K heads o
 tokens, P ranks of the group
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -179,7 +182,28 @@ def _attend(
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend to whole rows for a part of the heads, as transformers calls it; packed rows see only themselves."""
-    context, starts = context_part.context, context_part.row_starts or [0]
+    starts = context_part.row_starts or [0]
+    found_BSHD = attend_whole_rows(
+        *(query_BHSD, key_BKSD, value_BKSD),
+        context=context_part.context,
+        starts=starts,
+        scaling=scaling,
+        sliding_window=sliding_window,
+    )
+    return found_BSHD, None
+
+
+def attend_whole_rows(
+    query_BHSD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    *,
+    context: ContextGroup,
+    starts: Sequence[int] = (0,),
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Attend to all positions of the rows that the ranks of `context` divide; return this rank's, as BSHD."""
     repeats = count_kv_repeats(query_BHSD.shape[1], key_BKSD.shape[1], size=context.size)
     if repeats > 1:
         key_BKSD, value_BKSD = (each.repeat_interleave(repeats, dim=1) for each in (key_BKSD, value_BKSD))
@@ -191,7 +215,7 @@ def _attend(
         )
         for start, end in zip(starts, ends, strict=True)
     ]
-    return context.swap_positions(rows[0] if len(rows) == 1 else torch.cat(rows, dim=2)), None
+    return context.swap_positions(rows[0] if len(rows) == 1 else torch.cat(rows, dim=2))
 
 
 def _attend_row(

@@ -78,7 +78,10 @@ def measure_megatron_passes(world: Any, cases: list[dict[str, Any]]) -> list[int
 
         def sum_logprobs(micro: Any, hidden: Any, trainer: Any = trainer, module: Any = module) -> Any:
             size = trainer.vocabulary_size
-            logprobs, _ = compute_token_logprobs(module, micro, hidden, vocabulary_size=size, temperature=1.0)
+            positions = trainer._model_part.positions
+            logprobs, _ = compute_token_logprobs(
+                module, micro, hidden, positions=positions, vocabulary_size=size, temperature=1.0
+            )
             return logprobs.sum(), None
 
         # Gradients exist from the first passes on, however few tokens these have.

@@ -8,12 +8,16 @@
     PlainNorm                 RMSNorm that also serves sequence parallelism
     ReplicatedLinear          a linear layer that every rank has whole
 
-Log-probs come from the last hidden states, so that the logits of a micro-batch exist by chunks only. With tensor
-parallelism each rank has its own positions of the hidden states and its own rows of the output layer. The rows are
-gathered, in the precision of the product, and each rank computes its own positions: no product is made twice, and
-hpcrl/learn/token_head.py serves as it does for trainer "torch".
+Log-probs come from the last hidden states, so that the logits of a micro-batch exist by chunks only. With tensor or
+context parallelism each rank has its own positions of the hidden states, and with the first its own rows of the output
+layer. The rows are gathered, in the precision of the product, and each rank computes its own positions: no product is
+made twice, and hpcrl/learn/token_head.py serves as it does for trainer "torch".
 
-Legend of attention: S positions, B rows, H heads of this rank, K key and value heads of this rank, D size of a head
+With context parallelism ranks divide the positions of rows also within the layers, and swap them for heads around the
+core of attention (hpcrl/trainers/context_group.py).
+
+Legend of attention: S positions of this rank, B rows, H heads of this rank, K key and value heads of this rank, D size
+of a head
 Legend of log-probs: B rows, T positions, S those of this rank, N model tokens, H hidden size, V vocabulary
 """
 
@@ -37,6 +41,7 @@ from torch import Tensor
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.learn.token_head import HeadForm, compute_from_hidden
 from hpcrl.system.pulse import note_work
+from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup, attend_whole_rows
 from hpcrl.trainers.megatron.weight_names import ModelDims
 
 if find_spec("transformer_engine") is None:  # Megatron 0.16.1 looks for its own module with parts of that name
@@ -50,17 +55,15 @@ class CausalAttention(torch.nn.Module):
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.context = WHOLE_CONTEXT
 
     def forward(self, query_SBHD: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, *_: Any, **__: Any) -> Tensor:
-        found_BHSD = torch.nn.functional.scaled_dot_product_attention(
-            query_SBHD.permute(1, 2, 0, 3),
-            key_SBKD.permute(1, 2, 0, 3),
-            value_SBKD.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query_SBHD.shape[2] != key_SBKD.shape[2],
+        found_BSHD = attend_whole_rows(
+            *(each.permute(1, 2, 0, 3) for each in (query_SBHD, key_SBKD, value_SBKD)),
+            context=self.context,
+            scaling=self.softmax_scale,
         )
-        return found_BHSD.permute(2, 0, 1, 3).flatten(2)
+        return found_BSHD.transpose(0, 1).flatten(2)
 
 
 class PlainNorm(torch.nn.RMSNorm):
@@ -137,22 +140,23 @@ def compute_token_logprobs(
     micro: MicroBatch,
     hidden_BSH: Tensor,
     *,
+    positions: ContextGroup,
     vocabulary_size: int,
     temperature: float,
     has_entropy_bonus: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probs of the micro-batch's model tokens, and the entropies of their distributions."""
+    """Compute the log-probs of the micro-batch's model tokens, and the entropies of their distributions.
+
+    The ranks of `positions` divide the hidden states.
+    """
     note_work()
     weight_VH = module.output_layer.weight
     if weight_VH is None:  # the embedding's
         weight_VH = module.shared_embedding_or_output_weight()
-    num_own, rank = hidden_BSH.shape[1], parallel_state.get_tensor_model_parallel_rank()
-    own = slice(rank * num_own, (rank + 1) * num_own)
-    own_BS = micro.mask_BT[:, own]
+    own_BS = positions.take(micro.mask_BT)
     numbers_BT = micro.mask_BT.flatten().cumsum(0).view_as(micro.mask_BT) - 1
-    own_N = numbers_BT[:, own][own_BS]
-    is_divided = parallel_state.get_tensor_model_parallel_world_size() > 1
-    if is_divided:
+    own_N = positions.take(numbers_BT)[own_BS]
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
         device = hidden_BSH.device.type
         if torch.is_autocast_enabled(device):
             weight_VH = weight_VH.to(torch.get_autocast_dtype(device))
@@ -165,10 +169,12 @@ def compute_token_logprobs(
         temperature=temperature,
         has_entropy_bonus=has_entropy_bonus,
     )
-    if not is_divided:
+    if positions.size == 1:
         return found
     logprobs_N, entropy_N = (
-        reduce_from_tensor_model_parallel_region(each.new_zeros(len(micro.targets_N)).index_put((own_N,), each))
+        reduce_from_tensor_model_parallel_region(
+            each.new_zeros(len(micro.targets_N)).index_put((own_N,), each), group=positions.group
+        )
         for each in found
     )
     return logprobs_N, entropy_N

@@ -125,7 +125,7 @@ class ModelCopies:
     def __init__(self, tensors: Mapping[str, Tensor], rank: ParallelRank) -> None:
         self._rank = rank
         sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        self.num: int = parallel_state.get_data_parallel_world_size()
+        self.num: int = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         experts = {name: size for name, size in sizes.items() if _is_expert(name)}
         others = {name: size for name, size in sizes.items() if not _is_expert(name)}
         num_expert_copies = parallel_state.get_expert_data_parallel_world_size()
@@ -168,7 +168,7 @@ def _is_expert(name: str) -> bool:
 def _find_group(name: str) -> Any:
     if _is_expert(name):
         return parallel_state.get_expert_data_parallel_group()
-    return parallel_state.get_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _wait_for_all(works: Any) -> None:
@@ -182,6 +182,10 @@ class MegatronPart(NamedTuple):
     module: Any
     dims: ModelDims
     rank: ParallelRank
+    context: ContextGroup
+    """The ranks that divide the positions of the same rows in all of their layers."""
+    positions: ContextGroup
+    """The ranks that divide them between layers: also by tensor parallelism."""
     copies: ModelCopies
     """The ranks with the same tensors, and which of them updates each."""
     max_length: int
@@ -233,8 +237,9 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
             "none: remove it"
         )
     num_tp, num_pp, num_ep = train.tensor_parallel, train.pipeline_parallel, train.expert_parallel
-    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep)
-    for name, num in (("tensor_parallel", num_tp), ("expert_parallel", num_ep)):
+    num_cp = train.context_size
+    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep, num_cp=num_cp)
+    for name, num in (("tensor_parallel x train.context_parallel", num_tp * num_cp), ("expert_parallel", num_ep)):
         if world.size % (num * num_pp):
             raise TrainError(
                 f"{world.size} ranks cannot be split into groups of train.{name} x train.pipeline_parallel = "
@@ -242,19 +247,23 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
             )
     _join_groups(train, seed=seed)
     rank = _find_rank(train)
+    context = ContextGroup(rank.cp, num_cp, parallel_state.get_context_parallel_group())
+    shared = parallel_state.get_tensor_and_context_parallel_group()
+    positions = ContextGroup(rank.cp * num_tp + rank.tp, num_tp * num_cp, shared)
     module = _make_gpt_model(fields, dims, rank, train=train)
     if dims.shape.kv_rank:
         replicate_downward(module)
-    _set_positions(module, source)
+    _set_positions(module, source, context)
     skip_output_layer(module)
-    shared = ContextGroup(rank.tp, rank.num_tp, parallel_state.get_tensor_model_parallel_group())
-    balance = StageBalance(module, coef=train.moe_aux_coef, context=shared)
+    balance = StageBalance(module, coef=train.moe_aux_coef, context=positions)
     if train.recompute is True:
         _recompute_layers(module, balance)
     model_part = MegatronPart(
         module=module.to(world.device).eval(),
         dims=dims,
         rank=rank,
+        context=context,
+        positions=positions,
         copies=ModelCopies(_list_tensors(module), rank),
         max_length=read_max_context(fields) or int(fields["max_position_embeddings"]),
         stored=source.stored or {},
@@ -273,13 +282,14 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
     """Make the groups of ranks. An expert is never divided, so that tensor parallelism leaves experts whole."""
     if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    degrees = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel)
+    degrees = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel, train.context_size)
     if parallel_state.model_parallel_is_initialized() and degrees != _list_joined_degrees():
         parallel_state.destroy_model_parallel()  # of a trainer that this process had before
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             train.tensor_parallel,
             train.pipeline_parallel,
+            context_parallel_size=train.context_size,
             expert_model_parallel_size=train.expert_parallel,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
@@ -290,11 +300,12 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
         initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _list_joined_degrees() -> tuple[int, int, int]:
+def _list_joined_degrees() -> tuple[int, int, int, int]:
     return (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
     )
 
 
@@ -306,7 +317,8 @@ def _find_rank(train: TrainConfig) -> ParallelRank:
         num_pp=train.pipeline_parallel,
         ep=parallel_state.get_expert_model_parallel_rank(),
         num_ep=train.expert_parallel,
-        copy=parallel_state.get_data_parallel_rank(),
+        num_cp=train.context_size,
+        copy=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
 
@@ -344,6 +356,7 @@ def _make_transformer_config(
         kv_channels=shape.head_dim,
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
+        context_parallel_size=rank.num_cp,
         expert_model_parallel_size=rank.num_ep,
         expert_tensor_parallel_size=1,
         # What is between the layers is divided over the ranks too: the same traffic, and a part of the memory.
@@ -416,17 +429,30 @@ def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[st
     )
 
 
-def _set_positions(module: Any, source: ModelSource) -> None:
-    """Take the frequencies of RoPE, and the scale of attention, from transformers' model."""
+def _set_positions(module: Any, source: ModelSource, context: ContextGroup) -> None:
+    """Take the frequencies of RoPE, and the scale of attention, from transformers' model, and this rank's positions.
+
+    Megatron would give each rank two parts of a row, so that all have the same share of the pairs of tokens; here ranks
+    have whole rows where they attend, and so one part each.
+    """
     decoder = source.module.get_decoder()
     rotary, scale = decoder.rotary_emb, float(decoder.layers[0].self_attn.scaling)
     for attention in list_attentions(module):
         # Queries and keys are both multiplied by this, in all their parts.
         attention.core_attention.softmax_scale = scale * float(rotary.attention_scaling) ** 2
+        attention.core_attention.context = context
     for part in module.modules():
         own = getattr(part, "inv_freq", None)
         if isinstance(own, Tensor):
             own.copy_(rotary.inv_freq)
+            part.cp_group = None
+            part.get_emb = partial(_embed_own_positions, part.get_emb, context)
+
+
+def _embed_own_positions(embed: Callable[..., Tensor], context: ContextGroup, length: int, offset: int = 0) -> Tensor:
+    """Return what turns queries and keys at this rank's positions of rows that have `length` of them."""
+    num_own = length // context.size
+    return embed(num_own, offset + context.rank * num_own)
 
 
 def _recompute_layers(module: Any, balance: StageBalance) -> None:

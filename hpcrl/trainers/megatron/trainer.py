@@ -4,10 +4,10 @@ The nodes of a training step are in nodes.py; the methods that they call are her
 
 Legend: B rows of a micro-batch, T positions, S those of this rank, N model tokens, H hidden size
 
-All ranks of one model replica get the same rows, padded to a length that tensor parallelism divides. Only the last
-stage sees log-probs, so only it computes the loss; its sums are shared with all ranks. The loss is a sum over the
-tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32, of
-which each data-parallel copy has a share of the tensors (model.py): Megatron's own keeps flat ranges of its buffers,
+All ranks of one model replica get the same rows, padded to a length that tensor and context parallelism divide. Only
+the last stage sees log-probs, so only it computes the loss; its sums are shared with all ranks. The loss is a sum over
+the tokens of all data-parallel ranks, so gradients are summed, not averaged. The optimizer is plain AdamW on float32,
+of which each data-parallel copy has a share of the tensors (model.py): Megatron's own keeps flat ranges of its buffers,
 which another parallelism could not read.
 """
 
@@ -110,12 +110,12 @@ class MegatronTrainer:
     @property
     def num_shares(self) -> int:
         """The number of shares that a step is divided into."""
-        return self._model_part.copies.num
+        return self._model_part.copies.num // self._model_part.rank.num_cp
 
     @property
     def share(self) -> int:
         """The index of this rank's share."""
-        return self._model_part.rank.copy
+        return self._model_part.rank.copy // self._model_part.rank.num_cp
 
     @property
     def has_logprobs(self) -> bool:
@@ -242,7 +242,12 @@ class MegatronTrainer:
 
         def keep_logprobs(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
             logprobs_N, _ = compute_token_logprobs(
-                module, micro, hidden_BSH, vocabulary_size=self.vocabulary_size, temperature=self._temperature
+                module,
+                micro,
+                hidden_BSH,
+                positions=self._model_part.positions,
+                vocabulary_size=self.vocabulary_size,
+                temperature=self._temperature,
             )
             return logprobs_N.sum(), logprobs_N
 
@@ -264,13 +269,14 @@ class MegatronTrainer:
     ) -> LossSums:
         """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
         check()  # between the micro-batches of a schedule, stages are at different ones
-        remaining = iter(priors)
+        remaining, rank = iter(priors), self._model_part.rank
 
         def judge(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, LossSums]:
             logprobs_N, entropy_N = compute_token_logprobs(
                 self._model_part.module,
                 micro,
                 hidden_BSH,
+                positions=self._model_part.positions,
                 vocabulary_size=self.vocabulary_size,
                 temperature=choose_temperature(self._train, rollout=self._temperature),
                 has_entropy_bonus=bool(self._train.entropy_coef),
@@ -286,14 +292,15 @@ class MegatronTrainer:
                     max_length=self.max_length,
                     policy_loss=policy_loss,
                 )
-            return loss * len(minibatch), sums  # the schedule divides by the number of micro-batches
+            # The schedule divides by the number of micro-batches, and multiplies by that of ranks of a context.
+            return loss * len(minibatch) / rank.num_cp, sums
 
         total = LossSums.zero(self.world.device)
         watch = partial(self._model_part.balance.watch, num_tokens=totals.num_tokens)
         module = self._model_part.module
         for sums in self._run_schedule(minibatch, judge, forward_only=False, module=module, watch=watch):
             total = total.add(sums)
-        if self._model_part.rank.tp or not self._model_part.rank.is_last:
+        if rank.tp or rank.cp or not rank.is_last:
             total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
         self._exchange_gradients()
         return LossSums.unflatten(self.world.sum(total.flatten()))
@@ -331,7 +338,7 @@ class MegatronTrainer:
         filled = part + [empty_micro_batch() for _ in range(num - len(part))]
         rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
         length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
-        length += -length % self._model_part.rank.num_tp
+        length += -length % self._model_part.positions.size
         return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
 
     def _run_schedule(
@@ -350,10 +357,9 @@ class MegatronTrainer:
 
         def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
-            rows, length = micro.inputs_BT.shape
-            positions_BT = torch.arange(length, device=self.world.device).expand(rows, length)
-            with watch(micro):
-                output = module(micro.inputs_BT, positions_BT, None)  # attention is causal, the padding on the right
+            inputs_BS = self._model_part.context.take(micro.inputs_BT)
+            with watch(micro):  # positions are those of the part; attention is causal, the padding on the right
+                output = module(inputs_BS, None, None)
             return output, partial(compute_loss, micro)
 
         rows, length = minibatch[0].inputs_BT.shape

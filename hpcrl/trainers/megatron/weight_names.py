@@ -57,10 +57,18 @@ class ParallelRank(NamedTuple):
     num_pp: int = 1
     ep: int = 0
     num_ep: int = 1
+    num_cp: int = 1
     copy: int = 0
-    """The index of this rank among those with the same part of what is not an expert."""
+    """The index of this rank among those with the same part of what is not an expert.
+
+    Those that divide the positions of the same rows follow one another.
+    """
     expert_copy: int = 0
     """The index among those with the same experts."""
+
+    @property
+    def cp(self) -> int:
+        return self.copy % self.num_cp
 
     @property
     def is_first(self) -> bool:
@@ -131,9 +139,9 @@ def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None
     return None
 
 
-def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int, num_ep: int = 1) -> None:
+def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int, num_ep: int = 1, num_cp: int = 1) -> None:
     """Raise TrainError unless the parallelism divides the model."""
-    if conflict := find_parallel_conflict(dims.shape, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep):
+    if conflict := find_parallel_conflict(dims.shape, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep, num_cp=num_cp):
         raise TrainError(conflict)
 
 

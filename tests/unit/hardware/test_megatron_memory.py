@@ -21,7 +21,8 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
 NUM_TOKENS = 2048
 ONE_RANK = [(family, recompute) for family in ("qwen3", "qwen3_moe") for recompute in (False, True)]
-TWO_RANKS = [("tensor_parallel", True), ("tensor_parallel", False), ("pipeline_parallel", True)]
+TWO_RANKS = [(name, recompute) for name in ("tensor_parallel", "context_parallel") for recompute in (True, False)]
+TWO_RANKS += [("pipeline_parallel", True)]
 
 
 def test_the_state_of_a_small_model_is_counted_by_hand() -> None:

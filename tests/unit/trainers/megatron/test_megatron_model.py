@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch a
 PARALLEL = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2, "recompute": True},
+    "cp2": {"context_parallel": 2},
     "ep2": {"expert_parallel": 2},
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
 }
@@ -73,7 +74,10 @@ def test_four_ranks_that_combine_two_ways_give_the_numbers_of_one_rank(directori
     """Stages of layers that ranks share, and stages of experts with two copies of the rest."""
     shared = {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": True}
     experts = {"expert_parallel": 2, "pipeline_parallel": 2}
+    context = {"tensor_parallel": 2, "context_parallel": 2}
+    stages = {"context_parallel": 2, "pipeline_parallel": 2, "recompute": True}
     cases = [("llama3", shared), ("qwen3_moe", shared), ("qwen3_moe", experts), ("deepseek_v3", experts)]
+    cases += [("qwen3", context), ("qwen3_moe", context | {"expert_parallel": 2}), ("deepseek_v3", stages)]
     given = [(str(directories[family]), parallel, None) for family, parallel in cases]
     ranks = run_ranks(4, "tests.support.architectures:train_families", given, timeout_s=800)
     for (family, parallel), mine in zip(cases, ranks[0], strict=True):

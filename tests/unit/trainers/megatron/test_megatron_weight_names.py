@@ -28,6 +28,7 @@ class Degrees(NamedTuple):
     pp: int = 1
     ep: int = 1
     copies: int = 1
+    cp: int = 1
 
     def list_ranks(self):
         """List the ranks in megatron-core's order; the ranks of an expert's group may be of one copy or of several."""
@@ -107,11 +108,14 @@ def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows
         ("qwen2", Degrees(pp=3), "4 layers"),
         ("mixtral", Degrees(ep=3), r"train\.expert_parallel = 3 does not divide the model's 4 experts"),
         ("qwen2", Degrees(ep=2), "the model has no experts: set it to 1"),
+        ("qwen2", Degrees(cp=3), r"train\.context_parallel = 3 does not divide the 4 attention heads of the model"),
+        ("qwen2", Degrees(tp=2, cp=4), r"the 2 attention heads of a rank with train\.tensor_parallel = 2"),
     ],
 )
 def test_a_parallelism_that_does_not_divide_the_model_is_refused(family, degrees, message):
+    nums = {"num_tp": degrees.tp, "num_pp": degrees.pp, "num_ep": degrees.ep, "num_cp": degrees.cp}
     with pytest.raises(TrainError, match=message):
-        check_parallelism(dims_of(family), num_tp=degrees.tp, num_pp=degrees.pp, num_ep=degrees.ep)
+        check_parallelism(dims_of(family), **nums)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ BALANCED = PLAIN | {"moe_aux_coef": 1.0}
 PARALLEL = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2, "recompute": True},
+    "cp2": {"context_parallel": 2, "recompute": True},
     "ep2": {"expert_parallel": 2},
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
 }
@@ -74,7 +75,8 @@ def test_four_ranks_that_combine_two_ways_give_the_numbers_of_torch(directories,
     """Stages of layers that ranks share, and stages of experts with two copies of the rest."""
     shared = {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": True}
     experts = {"expert_parallel": 2, "pipeline_parallel": 2, "recompute": True}
-    cases = [("qwen3_moe", shared, 1), ("qwen3_moe", experts, 2)]
+    context = {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 2}
+    cases = [("qwen3_moe", shared, 1), ("qwen3_moe", experts, 2), ("qwen3_moe", context, 1)]
     given = [(str(directories[family]), BALANCED | parallel, None) for family, parallel, _ in cases]
     ranks = run_ranks(4, "tests.support.architectures:train_families", given, timeout_s=800)
     for (family, parallel, num_copies), mine in zip(cases, ranks[0], strict=True):
