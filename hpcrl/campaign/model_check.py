@@ -297,12 +297,7 @@ def _check_architecture(recipe: Recipe, fields: dict[str, Any]) -> None:
         dims = read_model_dims(fields)
     except KeyError as error:
         raise ConfigError(f"{recipe.model.path}/config.json lacks the field {error}") from error
-    check_parallelism(
-        dims,
-        num_tp=recipe.train.tensor_parallel,
-        num_pp=recipe.train.pipeline_parallel,
-        num_ep=recipe.train.expert_parallel,
-    )
+    check_parallelism(dims, recipe.train.degrees)
 
 
 if __name__ == "__main__":

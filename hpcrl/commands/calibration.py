@@ -349,12 +349,12 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
             f"campaign {campaign.name} ran on no GPU whose figures are known: calibrate with one on GPUs, or with "
             'engine.backend = "sim"'
         )
-    lengths = _measure_lengths(events)
+    plan, lengths = read_plan(campaign), _measure_lengths(events)
     if lengths is not None:
-        num_gpus = read_plan(campaign).role("decode").gpus_per_engine
+        num_gpus = plan.role("decode").gpus_per_engine
         _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, num_gpus=num_gpus, lengths=lengths)
     if gpus["train"] is not None:
-        _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe)
+        _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe, num_stages=plan.train_degrees.pipeline)
     if not found.points and not found.steps:
         raise CampaignError(
             f"campaign {campaign.name} has no events of busy engines or of steps on a known GPU: one on CPUs, or with "
@@ -451,7 +451,13 @@ def _add_engine_points(
 
 
 def _add_step_points(
-    found: MeasuredServers, events: Iterable[Any], shape: ModelShape, *, gpu: GpuModel, recipe: Recipe
+    found: MeasuredServers,
+    events: Iterable[Any],
+    shape: ModelShape,
+    *,
+    gpu: GpuModel,
+    recipe: Recipe,
+    num_stages: int,
 ) -> None:
     train = recipe.resources.train
     num_gpus = train.num_workers * train.gpus_per_worker
@@ -462,7 +468,7 @@ def _add_step_points(
                     num_tokens=num_tokens,
                     mean_length=event.length_mean or 0.0,
                     num_gpus=num_gpus,
-                    pp=recipe.train.pipeline_parallel,
+                    pp=num_stages,
                 )
                 step = StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s)
                 peak_s = find_peak_step_s(step)

@@ -21,6 +21,7 @@ from hpcrl.config.toml import (
 )
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
+from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.system.files import find_variables
 
 Count = Annotated[int, Meta(ge=1)]
@@ -415,11 +416,12 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     sharding: Literal["auto", "none", "full"] = "auto"
     """With several ranks of trainer "torch": each holds the whole model (none: DDP), or a share of it (full: FSDP2);
     auto: a share where the plan finds that the whole does not fit."""
-    tensor_parallel: Count = 1
-    """With trainer "megatron": ranks that share each layer."""
-    pipeline_parallel: Count = 1
+    tensor_parallel: Literal["auto"] | Count = "auto"
+    """With trainer "megatron": ranks that share each layer. Auto, here and below: as few ranks for a copy of the model
+    as the plan finds that it fits on."""
+    pipeline_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the layers in order."""
-    expert_parallel: Count = 1
+    expert_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
     context_parallel: Literal["auto"] | Count = "auto"
     """Ranks that divide the positions of each trajectory, for long ones; it divides the model's attention heads. Auto:
@@ -553,9 +555,20 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
         return self.precision == "bf16" or (self.precision == "auto" and on_gpus)
 
     @property
-    def context_size(self) -> int:
-        """The ranks that divide the positions of each trajectory; 1 where no plan has chosen them."""
-        return 1 if self.context_parallel == "auto" else self.context_parallel
+    def degrees(self) -> ParallelDegrees:
+        """The ranks that divide the work on a copy of the model; 1 where no plan has chosen them."""
+        asked = {name: getattr(self, f"{name}_parallel") for name in DEGREES}
+        return ParallelDegrees(**{name: 1 if num == "auto" else num for name, num in asked.items()})
+
+    @property
+    def has_open_degrees(self) -> bool:
+        """Return whether a plan may choose how ranks divide the work."""
+        names = DEGREES if self.trainer == "megatron" else ("context",)
+        return any(getattr(self, f"{name}_parallel") == "auto" for name in names)
+
+    def with_degrees(self, degrees: ParallelDegrees) -> "TrainConfig":
+        """Return these settings with the degrees that a plan has chosen."""
+        return msgspec.structs.replace(self, **{f"{name}_parallel": getattr(degrees, name) for name in DEGREES})
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -911,9 +924,7 @@ class Recipe(ConfigTable, frozen=True, kw_only=True):
     @property
     def num_train_shares(self) -> int:
         """The shares that a training step is divided into: the data-parallel degree of the trainer."""
-        train = self.train
-        num_together = train.tensor_parallel * train.pipeline_parallel * train.context_size
-        return self.resources.train.num_workers // num_together
+        return self.resources.train.num_workers // self.train.degrees.num_together
 
     @property
     def judge_roles(self) -> list[RoleName]:

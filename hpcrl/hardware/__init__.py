@@ -1,6 +1,7 @@
 """The facts about hardware, and the needs of models. Pure.
 
 gpus          the catalogue of GPUs
+degrees       the ranks that divide a copy of a model, by what they divide
 architecture  the sizes of a model, and its weights by kind
 model_catalogue  the sizes of common models
 cost_model    time of a turn and cost of a plan

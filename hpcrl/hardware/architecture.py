@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from hpcrl.hardware.degrees import ParallelDegrees
+
 KNOWN_FAMILIES = frozenset(
     {
         *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v2", "deepseek_v3"),
@@ -225,10 +227,9 @@ def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None
     return None
 
 
-def find_parallel_conflict(
-    shape: ModelArchitecture, *, num_tp: int, num_pp: int = 1, num_ep: int = 1, num_cp: int = 1
-) -> str | None:
+def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees) -> str | None:
     """Return why the ranks of trainer "megatron" cannot divide a model, with a fix; None if they can."""
+    num_tp, num_pp, num_ep, num_cp = degrees.tensor, degrees.pipeline, degrees.expert, degrees.context
     groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
     inner = [("ffn rows", shape.dense_inner)] if shape.num_dense_layers else []
     shared = [("rows of shared experts", shape.shared_inner)] if shape.shared_inner else []

@@ -132,10 +132,11 @@ def _check_trainer(recipe: Recipe) -> None:
             f"resources.train.gpus_per_worker = {gpus}: a worker of the trainer is a rank, and a rank uses one GPU: "
             f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
         )
-    if train.trainer == "torch" and max(train.tensor_parallel, train.pipeline_parallel, train.expert_parallel) > 1:
+    degrees = train.degrees
+    if train.trainer == "torch" and max(degrees.tensor, degrees.pipeline, degrees.expert) > 1:
         raise PlanError(
-            f"train.tensor_parallel = {train.tensor_parallel}, train.pipeline_parallel = {train.pipeline_parallel} and "
-            f'train.expert_parallel = {train.expert_parallel} are for trainer "megatron": set them to 1, or '
+            f"train.tensor_parallel = {degrees.tensor}, train.pipeline_parallel = {degrees.pipeline} and "
+            f'train.expert_parallel = {degrees.expert} are for trainer "megatron": remove them, or set '
             'train.trainer = "megatron"'
         )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
@@ -152,51 +153,52 @@ def _check_trainer(recipe: Recipe) -> None:
             f'train.offload = true with train.sharding = "{train.sharding}" and resources.train.num_workers = {ranks}: '
             'only shards are kept in host memory: set sharding = "full", and num_workers = 2 or more'
         )
+    is_open = train.has_open_degrees and recipe.model.config
+    if not is_open and (conflict := find_share_conflict(recipe)) is not None:
+        raise PlanError(conflict)
+
+
+def find_share_conflict(recipe: Recipe) -> str | None:
+    """Return why a step has too little for each share of the trainer, with a fix; None if it has enough."""
+    train, num_shares, warmup = recipe.train, recipe.num_train_shares, recipe.warmup
     batch = train.groups_per_step * recipe.rollout.group_size
-    if recipe.has_rollouts and batch < recipe.num_train_shares * train.num_minibatches:
-        raise PlanError(
-            f"a step has {batch} trajectories for {recipe.num_train_shares} ranks x train.num_minibatches = "
+    if recipe.has_rollouts and batch < num_shares * train.num_minibatches:
+        return (
+            f"a step has {batch} trajectories for {num_shares} ranks x train.num_minibatches = "
             f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
         )
+    if warmup is not None and warmup.conversations_per_step < num_shares:
+        return (
+            f"warmup.conversations_per_step = {warmup.conversations_per_step} for {num_shares} ranks: raise it to "
+            f"{num_shares} or more"
+        )
+    return None
 
 
 def _check_groups(recipe: Recipe) -> None:
     """Check that the ranks can be split into the groups of each kind of parallelism."""
-    train, ranks = recipe.train, recipe.resources.train.num_workers
-    degrees = {
-        "tensor_parallel": train.tensor_parallel,
-        "context_parallel": train.context_size,
-        "pipeline_parallel": train.pipeline_parallel,
-    }
-    of_experts = {name: num for name, num in degrees.items() if name == "pipeline_parallel"}
-    of_experts = {"expert_parallel": train.expert_parallel} | of_experts
-    together = math.lcm(math.prod(degrees.values()), math.prod(of_experts.values()))
-    for group in (degrees, of_experts):
-        num = math.prod(group.values())
+    degrees, ranks = recipe.train.degrees, recipe.resources.train.num_workers
+    for names in (("tensor", "context", "pipeline"), ("expert", "pipeline")):
+        sizes = {f"train.{name}_parallel": getattr(degrees, name) for name in names}
+        num = math.prod(sizes.values())
         if ranks % num:
-            names = " x ".join(f"train.{name}" for name, degree in group.items() if degree > 1)
+            shown = " x ".join(name for name, size in sizes.items() if size > 1)
             raise PlanError(
-                f"resources.train.num_workers = {ranks} is not a multiple of {names} = {num}: "
-                f"set it to {-(-ranks // together) * together}"
+                f"resources.train.num_workers = {ranks} is not a multiple of {shown} = {num}: "
+                f"set it to {-(-ranks // degrees.num_divided) * degrees.num_divided}"
             )
 
 
 def _check_division(recipe: Recipe) -> None:
     """Check that the ranks can divide the model and the positions of its rows, where its sizes are known."""
-    train, config, size = recipe.train, recipe.model.config, recipe.train.context_size
+    train, config, degrees = recipe.train, recipe.model.config, recipe.train.degrees
     if not config:
         return
     conflict = None
     if train.trainer == "megatron":
-        conflict = find_parallel_conflict(
-            read_architecture(config),
-            num_tp=train.tensor_parallel,
-            num_pp=train.pipeline_parallel,
-            num_ep=train.expert_parallel,
-            num_cp=size,
-        )
-    elif size > 1:
-        conflict = find_context_conflict(config, size=size)
+        conflict = find_parallel_conflict(read_architecture(config), degrees)
+    elif degrees.context > 1:
+        conflict = find_context_conflict(config, size=degrees.context)
     if conflict is not None:
         raise PlanError(conflict)
 
@@ -635,12 +637,6 @@ def _check_warmup(recipe: Recipe) -> None:
         raise PlanError(
             f"train.num_steps = {train.num_steps} and warmup.steps = {warmup.steps}: without [domains] every step is "
             "one of the warm-up, so leave train.num_steps out"
-        )
-    num_shares = recipe.num_train_shares
-    if warmup.conversations_per_step < num_shares:
-        raise PlanError(
-            f"warmup.conversations_per_step = {warmup.conversations_per_step} for {num_shares} ranks: raise it to "
-            f"{num_shares} or more"
         )
 
 

@@ -174,7 +174,7 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
         has_mask=train.rows == "packed" and find_context_conflict(recipe.model.config, size=1) is not None,
-        context_parallel=train.context_size,
+        context_parallel=train.degrees.context,
         lora_rank=train.lora_rank,
         is_offloaded=train.offload,
         has_bf16_moments=train.moments_dtype == "bfloat16",
@@ -186,10 +186,7 @@ def make_megatron_setup(recipe: Recipe, *, has_recompute: bool) -> MegatronSetup
     train = recipe.train
     return MegatronSetup(
         num_ranks=recipe.resources.train.num_workers,
-        tensor_parallel=train.tensor_parallel,
-        pipeline_parallel=train.pipeline_parallel,
-        expert_parallel=train.expert_parallel,
-        context_parallel=train.context_size,
+        **train.degrees.settings,
         is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
     )

@@ -225,7 +225,7 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
         return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
     if held.total < node_gib * memory_model.GIB:
         advice = f"lower {table}.mem_gib_per_worker"
-    elif recipe.train.sharding == "full":
+    elif recipe.train.sharding == "full" or recipe.train.trainer == "megatron":
         advice = f"raise {table}.num_workers"
     else:
         advice = f'set train.sharding = "full" and raise {table}.num_workers'

@@ -12,7 +12,7 @@ The consistency of a recipe alone is checked in `hpcrl.plan.checks`.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -23,7 +23,7 @@ from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, R
 from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
-from hpcrl.hardware.architecture import find_context_conflict
+from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.plan.checks import check_recipe
 from hpcrl.plan.components import (
     JobComponent,
@@ -50,6 +50,7 @@ from hpcrl.plan.trainer_memory import (
     find_trainer_memory,
     warn_long_trajectories,
 )
+from hpcrl.plan.trainer_ranks import explain_choice, list_trainer_settings
 
 LOOKS_PER_S: dict[RoleName, float] = {"env": 4.0, "prefill": 2.0, "decode": 2.0}
 """The operations a second of an idle worker on shared files, with its part of a step, as bench.control counts them."""
@@ -134,8 +135,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """True if new weights may be sent from node to node; otherwise they go by files, and nodes need no window."""
     train_sharding: Literal["none", "full"] = "none"
     """The sharding of trainer "torch", chosen where the recipe leaves it open."""
-    train_context_parallel: int = 1
-    """The ranks of trainer "torch" that divide the positions of rows, chosen likewise."""
+    train_degrees: ParallelDegrees = ParallelDegrees()
+    """The ranks that divide the work on a copy of the model, chosen likewise."""
     tokens_per_micro_batch: int = DEFAULT_MICRO_BATCH_TOKENS
     """The tokens of the trainer's micro-batches, chosen where the recipe leaves them open."""
     train_memory: TrainerMemory | None = None
@@ -252,7 +253,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
         reward_jobs=reward_jobs,
         has_couriers=site.mpi.couriers,
         train_sharding="full" if recipe.train.sharding == "full" else "none",
-        train_context_parallel=recipe.train.context_size,
+        train_degrees=recipe.train.degrees,
         tokens_per_micro_batch=find_micro_batch(train_memory, recipe),
         train_memory=train_memory,
         engine_memory=find_engine_memory(recipe, choices, site, node_gib=_list_own_nodes(placement.layout, roles)),
@@ -301,12 +302,11 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
     """Place the roles; where two versions of the weights are too large for a node with engines, without couriers."""
     try:
         return _place_with_trainer(recipe, site), site
-    except PlanError as refusal:
+    except PlanError:
+        if site.scheduler == "local":
+            raise
         found = replace(site, mpi=replace(site.mpi, couriers=False))
-        try:
-            placement = _place_with_trainer(recipe, found)
-        except PlanError:
-            raise refusal from None
+        placement = _place_with_trainer(recipe, found)  # what is refused then is what no way of sending changes
         if placement.layout in ("local", "colocated") or found == site:  # engines read the window of the trainer
             raise
     chosen = (
@@ -317,40 +317,18 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
 
 
 def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
-    """Place the roles; what the recipe leaves open of trainer "torch" is the first that fits.
-
-    That is the whole model on each rank, then shards of it, then shards and ranks that divide the positions of rows.
-    """
-    train, refusal = recipe.train, None
-    for sharding, size in _list_trainer_shapes(recipe):
-        changed = replace(recipe, train=replace(train, sharding=sharding, context_parallel=size))
+    """Place the roles; what the recipe leaves open of the trainer is the first that fits."""
+    refusal = None
+    for train in list_trainer_settings(recipe, site):
         try:
-            placement = place_roles(changed, site)
+            placement = place_roles(replace(recipe, train=train), site)
         except PlanError as error:
-            refusal = error if size == 1 or refusal is None else refusal  # it advises other changes too
+            is_plain = train.degrees == recipe.train.degrees  # whose refusal advises other changes too
+            refusal = error if is_plain or refusal is None else refusal
             continue
-        chosen = []
-        if train.sharding == "auto" and sharding == "full" and not train.offload:
-            chosen.append('train.sharding = "full": the whole model does not fit on each rank')
-        if size > 1 and train.context_parallel == "auto":
-            chosen.append(f"train.context_parallel = {size}: the longest trajectory does not fit on fewer ranks")
-        return dataclasses.replace(placement, sizes=[*placement.sizes, *chosen])
+        return dataclasses.replace(placement, sizes=[*placement.sizes, *explain_choice(recipe, train)])
     assert refusal is not None
     raise refusal
-
-
-def _list_trainer_shapes(recipe: Recipe) -> list[tuple[Any, int]]:
-    """List the values of sharding and context_parallel to try, those that the recipe gives or open ones in order."""
-    train, num_ranks, config = recipe.train, recipe.resources.train.num_workers, recipe.model.config
-    shardings: tuple[Any, ...] = (train.sharding,)
-    if train.sharding == "auto" and train.trainer == "torch" and num_ranks > 1:
-        shardings = ("full",) if train.offload else ("none", "full")
-    found = [(sharding, train.context_size) for sharding in shardings]
-    if train.context_parallel == "auto" and train.trainer == "torch" and config:
-        powers = (2**exponent for exponent in range(1, num_ranks.bit_length()))
-        sizes = [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
-        found += [(shardings[-1], size) for size in sizes]
-    return found
 
 
 def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:

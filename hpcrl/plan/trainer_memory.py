@@ -15,8 +15,7 @@ With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tok
 """
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,8 +23,9 @@ import msgspec
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, Recipe
 from hpcrl.config.site import Site
-from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
+from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, find_parallel_conflict
 from hpcrl.hardware.cost_model import USABLE_SHARE
+from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import estimate_megatron_memory
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
@@ -210,6 +210,17 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
     )
 
 
+def may_fit(recipe: Recipe, site: Site) -> bool:
+    """Return whether a rank of the trainer fits on some GPU of the site, or that is not known."""
+    shape, named = recipe.model.architecture, {each.gpu for each in site.partitions.values() if each.gpus_per_node}
+    gpus = [site.find_gpu(name) for name in named]
+    if shape is None or not recipe.resources.train.gpus_per_worker or None in gpus or not gpus:
+        return True
+    usable = max(_find_usable_bytes(gpu) for gpu in gpus if gpu is not None)
+    num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
+    return _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
+
+
 def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
     """Warn if the recipe lets trajectories become longer than a GPU of the trainer has room for."""
     longest = recipe.engine.max_model_len or recipe.model.config.get("max_position_embeddings")
@@ -322,7 +333,7 @@ def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
     if recipe.train.max_row_tokens != "auto":
         longest = min(longest, recipe.train.max_row_tokens)
     wanted = max(recipe.train.micro_batch_tokens, longest)
-    has_stages = recipe.train.pipeline_parallel > 1  # which work at once only on several micro-batches
+    has_stages = recipe.train.degrees.pipeline > 1  # which work at once only on several micro-batches
     if recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config or has_stages:
         return wanted
     need = _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=wanted)
@@ -385,7 +396,7 @@ def _list_other_parts(recipe: Recipe) -> dict[str, float]:
         found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
     each, num_shards = BYTES_BF16 if setup.is_bf16 else BYTES_FP32, setup.num_shards
     if recipe.train.trainer == "megatron":
-        each, num_shards = BYTES_FP32, recipe.train.tensor_parallel * recipe.train.pipeline_parallel
+        each, num_shards = BYTES_FP32, recipe.train.degrees.tensor * recipe.train.degrees.pipeline
     for model in list_fixed_models(recipe):
         size = model.num_params * (BYTES_FP32 if model.is_whole else each / num_shards)
         name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
@@ -462,27 +473,37 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         yield again
     if shape is None:
         return
-    now = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel)
-    tried = itertools.product(
-        _list_divisors(
-            shape.num_heads if shape.kv_rank else shape.num_kv_heads, at_least=now[0], at_most=MAX_TENSOR_RANKS
-        ),
-        _list_divisors(shape.num_layers, at_least=now[1]),
-        _list_divisors(shape.num_experts or 1, at_least=now[2]),
-    )
-    found = []
-    for degrees in tried:
-        num_tp, num_pp, num_ep = degrees
-        each = math.lcm(num_tp, num_ep) * num_pp
-        found.append((max(-(-num_ranks // each) * each, each), sum(degrees), degrees))
-    names = ("train.tensor_parallel", "train.pipeline_parallel", "train.expert_parallel")
-    for num, _, degrees in sorted(found):
-        settings = {name: new for name, old, new in zip(names, now, degrees, strict=True) if new != old}
+    now, found = train.degrees.settings, []
+    for degrees in list_divisions(shape, train.degrees):
+        num, numbers = degrees.num_divided, list(degrees.settings.values())
+        found.append((-(-num_ranks // num) * num, sum(numbers), numbers))
+    for num, _, numbers in sorted(found):
+        new = dict(zip(now, numbers, strict=True))
+        settings = {f"train.{name}": new[name] for name in now if new[name] != now[name]}
         if num != num_ranks:
             settings["resources.train.num_workers"] = num
         if settings and num <= MAX_RANKS:
             yield again | settings
     yield from (again | {"resources.train.num_workers": num_ranks * more} for more in (2, 4, 8, 16, 32))
+
+
+def list_divisions(
+    shape: ModelArchitecture, least: ParallelDegrees, *, fixed: Collection[str] = ()
+) -> Iterator[ParallelDegrees]:
+    """Yield the divisions of a model by trainer "megatron" with these degrees or more; the `fixed` ones stay."""
+    options = {
+        "tensor": _list_divisors(
+            shape.num_heads if shape.kv_rank else shape.num_kv_heads, at_least=least.tensor, at_most=MAX_TENSOR_RANKS
+        ),
+        "pipeline": _list_divisors(shape.num_layers, at_least=least.pipeline),
+        "expert": _list_divisors(shape.num_experts or 1, at_least=least.expert),
+        "context": _list_divisors(shape.num_heads, at_least=least.context),
+    }
+    given = [[getattr(least, name)] if name in fixed else options[name] for name in DEGREES]
+    for numbers in itertools.product(*given):
+        degrees = ParallelDegrees(**dict(zip(DEGREES, numbers, strict=True)))
+        if find_parallel_conflict(shape, degrees) is None:
+            yield degrees
 
 
 def _list_divisors(number: int, *, at_least: int, at_most: int = MAX_RANKS) -> list[int]:
@@ -495,7 +516,7 @@ def _list_context_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     others: dict[str, Any] = {"train.sharding": "full"} if train.sharding == "none" else {}
     if train.recompute is False:
         others["train.recompute"] = "auto"
-    for size in range(train.context_size + 1, num_ranks + 1) if config else ():
+    for size in range(train.degrees.context + 1, num_ranks + 1) if config else ():
         if num_ranks % size == 0 and find_context_conflict(config, size=size) is None:
             yield others | {"train.context_parallel": size}
 

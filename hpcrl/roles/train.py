@@ -221,10 +221,9 @@ def _make_trainer(context: WorkerContext, world: World) -> RankTrainer:
     temperature, train = recipe.rollout.temperature, recipe.train
     if recipe.warmup is not None and not recipe.has_rollouts:
         train = make_warmup_settings(train, recipe.warmup)  # no critic and no reference are loaded
+    train = train.with_degrees(context.plan.train_degrees)
     if train.trainer == "torch":
-        plan = context.plan
-        context_size = plan.train_context_parallel if train.context_parallel == "auto" else train.context_parallel
-        train = msgspec.structs.replace(train, sharding=plan.train_sharding, context_parallel=context_size)
+        train = msgspec.structs.replace(train, sharding=context.plan.train_sharding)
     config = read_model_config(model / "config.json")
     train = msgspec.structs.replace(
         train, publish_lora="adapters" if publishes_adapters(recipe, config.fields) else "merged"

@@ -221,12 +221,11 @@ class SimulatedCampaign:
         num_tokens = sum(self.links.lengths[one.id] for one in chosen)
         seconds = self.settings.train_s
         if seconds is None:
-            train = self.recipe.train
             work = TrainingWork(
                 num_tokens=num_tokens,
                 mean_length=num_tokens / len(chosen),
                 num_gpus=self.sizes.train.num_gpus,
-                pp=train.pipeline_parallel,
+                pp=self.request.plan.train_degrees.pipeline,
             )
             seconds = estimate_step_s(self.sizes.train.gpu, shape=self.sizes.shape, work=work)
         return seconds

@@ -3,7 +3,6 @@
 plan_for_gpus   plan it with more or fewer workers of each role, without limits on nodes -> ScaledRequest
 """
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -172,5 +171,4 @@ def _divide_gpus(base: CampaignRequest, budget: int, *, num_gpus: int, num_reser
 
 def _count_replica_ranks(request: CampaignRequest) -> int:
     """Return the ranks that hold one copy of the model together; each has one GPU."""
-    train, context_size = request.recipe.train, request.plan.train_context_parallel
-    return train.pipeline_parallel * math.lcm(train.tensor_parallel * context_size, train.expert_parallel)
+    return request.plan.train_degrees.num_divided

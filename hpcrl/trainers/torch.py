@@ -88,7 +88,7 @@ class TorchTrainer:
         module = source.module
         self._precise_names = source.find_precise_names()
         self._config = module.config
-        self._context = make_context_group(world, size=train.context_size, is_packed=train.rows == "packed")
+        self._context = make_context_group(world, size=train.degrees.context, is_packed=train.rows == "packed")
         self._balance = ExpertBalance(module, coef=train.moe_aux_coef, context=self._context)
         if train.lora_rank:
             add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)

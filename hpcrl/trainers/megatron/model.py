@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import read_max_context
+from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.trainers.context_group import ContextGroup
 from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
 from hpcrl.trainers.megatron.stage_balance import StageBalance
@@ -236,20 +237,19 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
             f"train.moe_aux_coef = {train.moe_aux_coef:g} needs a model with experts, and the one in {model_dir} has "
             "none: remove it"
         )
-    num_tp, num_pp, num_ep = train.tensor_parallel, train.pipeline_parallel, train.expert_parallel
-    num_cp = train.context_size
-    check_parallelism(dims, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep, num_cp=num_cp)
-    for name, num in (("tensor_parallel x train.context_parallel", num_tp * num_cp), ("expert_parallel", num_ep)):
-        if world.size % (num * num_pp):
-            raise TrainError(
-                f"{world.size} ranks cannot be split into groups of train.{name} x train.pipeline_parallel = "
-                f"{num} x {num_pp}: set resources.train.num_workers to a multiple"
-            )
-    _join_groups(train, seed=seed)
-    rank = _find_rank(train)
-    context = ContextGroup(rank.cp, num_cp, parallel_state.get_context_parallel_group())
+    degrees = train.degrees
+    check_parallelism(dims, degrees)
+    if world.size % degrees.num_divided:
+        shown = ", ".join(f"train.{name} = {num}" for name, num in degrees.settings.items() if num > 1)
+        raise TrainError(
+            f"{world.size} ranks cannot be split into groups of {shown}: set resources.train.num_workers to a multiple "
+            f"of {degrees.num_divided}"
+        )
+    _join_groups(degrees, seed=seed)
+    rank = _find_rank(degrees)
+    context = ContextGroup(rank.cp, degrees.context, parallel_state.get_context_parallel_group())
     shared = parallel_state.get_tensor_and_context_parallel_group()
-    positions = ContextGroup(rank.cp * num_tp + rank.tp, num_tp * num_cp, shared)
+    positions = ContextGroup(rank.cp * degrees.tensor + rank.tp, degrees.tensor * degrees.context, shared)
     module = _make_gpt_model(fields, dims, rank, train=train)
     if dims.shape.kv_rank:
         replicate_downward(module)
@@ -278,19 +278,18 @@ def _list_tensors(module: Any) -> dict[str, Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _join_groups(train: TrainConfig, *, seed: int) -> None:
+def _join_groups(degrees: ParallelDegrees, *, seed: int) -> None:
     """Make the groups of ranks. An expert is never divided, so that tensor parallelism leaves experts whole."""
     if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    degrees = (train.tensor_parallel, train.pipeline_parallel, train.expert_parallel, train.context_size)
-    if parallel_state.model_parallel_is_initialized() and degrees != _list_joined_degrees():
+    if parallel_state.model_parallel_is_initialized() and degrees != _read_joined_degrees():
         parallel_state.destroy_model_parallel()  # of a trainer that this process had before
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            train.tensor_parallel,
-            train.pipeline_parallel,
-            context_parallel_size=train.context_size,
-            expert_model_parallel_size=train.expert_parallel,
+            degrees.tensor,
+            degrees.pipeline,
+            context_parallel_size=degrees.context,
+            expert_model_parallel_size=degrees.expert,
             expert_tensor_parallel_size=1,
             create_gloo_process_groups=False,
         )
@@ -300,24 +299,24 @@ def _join_groups(train: TrainConfig, *, seed: int) -> None:
         initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _list_joined_degrees() -> tuple[int, int, int, int]:
-    return (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
+def _read_joined_degrees() -> ParallelDegrees:
+    return ParallelDegrees(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        context=parallel_state.get_context_parallel_world_size(),
     )
 
 
-def _find_rank(train: TrainConfig) -> ParallelRank:
+def _find_rank(degrees: ParallelDegrees) -> ParallelRank:
     return ParallelRank(
         tp=parallel_state.get_tensor_model_parallel_rank(),
-        num_tp=train.tensor_parallel,
+        num_tp=degrees.tensor,
         pp=parallel_state.get_pipeline_model_parallel_rank(),
-        num_pp=train.pipeline_parallel,
+        num_pp=degrees.pipeline,
         ep=parallel_state.get_expert_model_parallel_rank(),
-        num_ep=train.expert_parallel,
-        num_cp=train.context_size,
+        num_ep=degrees.expert,
+        num_cp=degrees.context,
         copy=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )

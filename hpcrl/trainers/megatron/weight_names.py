@@ -24,6 +24,7 @@ from hpcrl.hardware.architecture import (
     list_dense_layers,
     read_architecture,
 )
+from hpcrl.hardware.degrees import ParallelDegrees
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 _SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe")
@@ -139,9 +140,9 @@ def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None
     return None
 
 
-def check_parallelism(dims: ModelDims, *, num_tp: int, num_pp: int, num_ep: int = 1, num_cp: int = 1) -> None:
+def check_parallelism(dims: ModelDims, degrees: ParallelDegrees) -> None:
     """Raise TrainError unless the parallelism divides the model."""
-    if conflict := find_parallel_conflict(dims.shape, num_tp=num_tp, num_pp=num_pp, num_ep=num_ep, num_cp=num_cp):
+    if conflict := find_parallel_conflict(dims.shape, degrees):
         raise TrainError(conflict)
 
 

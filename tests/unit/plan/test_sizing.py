@@ -197,9 +197,11 @@ def test_expert_parallelism_divides_experts_and_tensor_parallelism_does_not() ->
     experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
     fields = [f"model.config.{name}={value}" for name, value in (sizes | heads | experts).items()]
     ranks = ("train.trainer=megatron", "resources.train.num_workers=8", "train.tensor_parallel=4")
+    fixed = [f"train.{name}_parallel=1" for name in ("pipeline", "expert", "context")]
     with pytest.raises(PlanError, match=r"needs 127 GiB.* set train\.pipeline_parallel = 2"):
-        plan_on_gpus(*fields, *ranks)
+        plan_on_gpus(*fields, *ranks, *fixed)
     plan_on_gpus(*fields, *ranks, "train.expert_parallel=8")
+    assert plan_on_gpus(*fields, *ranks).train_degrees.expert > 1, "it is chosen where it is left open"
 
 
 def test_a_node_with_its_own_data_parallelism_has_its_model_whole_on_a_rank() -> None:

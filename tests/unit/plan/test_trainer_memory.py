@@ -126,10 +126,10 @@ def test_trajectories_of_128k_tokens_fit_where_ranks_divide_their_positions() ->
     settings = (*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=131072")
     assert "set train.context_parallel = 2" in refuse(*settings)
     plan = plan_on_a100(*settings)
-    assert plan.train_context_parallel == 2
+    assert plan.train_degrees.context == 2
     assert "train.context_parallel = 2: the longest trajectory does not fit on fewer ranks" in plan.sizes
     shorter = plan_on_a100(*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=70000")
-    assert shorter.train_context_parallel == 1
+    assert shorter.train_degrees.context == 1
     with pytest.raises(PlanError, match="a train worker needs"):  # 15 ranks make up groups of 2, 4 or 8 in no way
         plan_on_a100(*BF16_SHARDS, "resources.train.num_workers=15", LONG, "engine.max_model_len=131072")
     whole = find_memory(*BF16_SHARDS, SIXTEEN, "engine.max_model_len=32768", "train.tokens_per_micro_batch=32768")

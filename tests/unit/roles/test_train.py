@@ -9,7 +9,8 @@ from hpcrl.campaign_dir.event_log import EventLog, EventReader
 from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
-from hpcrl.errors import LostCheckpointsError, NodeResultError
+from hpcrl.errors import LostCheckpointsError, NodeResultError, TrainError
+from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
 from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_rank_environment, _make_trainer
@@ -73,6 +74,16 @@ def test_a_rank_shards_its_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir
     context.plan = msgspec.structs.replace(context.plan, train_sharding=sharding)
     assert context.recipe.train.sharding == "auto"
     assert _make_trainer(context, SINGLE_RANK)._train.sharding == sharding
+
+
+@pytest.mark.parametrize("trainer", ["torch", "megatron"])
+def test_ranks_divide_the_model_as_the_plan_has_chosen(tmp_path, tiny_model_dir, trainer):
+    if trainer == "megatron":
+        skip_without_megatron()
+    context = make_context(tmp_path, tiny_model_dir, f"train.trainer={trainer}")
+    context.plan = msgspec.structs.replace(context.plan, train_degrees=ParallelDegrees(context=2))
+    with pytest.raises(TrainError, match=r"train\.context_parallel = 2"):
+        _make_trainer(context, SINGLE_RANK)
 
 
 def test_a_checkpoint_that_was_removed_is_reported_and_one_that_is_damaged_is_not(tmp_path, tiny_model_dir):

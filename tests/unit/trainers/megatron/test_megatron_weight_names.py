@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpcrl.errors import TrainError
+from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.trainers.megatron.weight_names import (
     ParallelRank,
     check_parallelism,
@@ -113,9 +114,9 @@ def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows
     ],
 )
 def test_a_parallelism_that_does_not_divide_the_model_is_refused(family, degrees, message):
-    nums = {"num_tp": degrees.tp, "num_pp": degrees.pp, "num_ep": degrees.ep, "num_cp": degrees.cp}
+    given = ParallelDegrees(tensor=degrees.tp, pipeline=degrees.pp, expert=degrees.ep, context=degrees.cp)
     with pytest.raises(TrainError, match=message):
-        check_parallelism(dims_of(family), **nums)
+        check_parallelism(dims_of(family), given)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+"""The division of a model over the ranks of the trainer, where the recipe leaves it open. Pure.
+
+    list_trainer_settings   the settings to try, the first that fits being the choice
+    explain_choice          what was chosen, and why
+
+Trainer "torch" has the whole model on each rank, then shards of it, then shards and ranks that divide the positions of
+rows. Trainer "megatron" has as few ranks for a copy of the model as it fits on, and then as few stages, which wait for
+one another.
+"""
+
+from msgspec.structs import replace
+
+from hpcrl.config.recipe import Recipe, TrainConfig
+from hpcrl.config.site import Site
+from hpcrl.errors import PlanError
+from hpcrl.hardware.architecture import find_context_conflict
+from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
+from hpcrl.plan.checks import find_share_conflict
+from hpcrl.plan.trainer_memory import MAX_TENSOR_RANKS, list_divisions, may_fit
+
+
+def list_trainer_settings(recipe: Recipe, site: Site) -> list[TrainConfig]:
+    """List the settings to try; PlanError if a step has too few trajectories for all of them."""
+    listed = _list_divided(recipe, site) if recipe.train.trainer == "megatron" else _list_sharded(recipe)
+    conflicts = [find_share_conflict(replace(recipe, train=train)) for train in listed]
+    if (conflict := conflicts[-1]) is not None and all(conflicts):
+        raise PlanError(conflict)
+    found = [train for train, conflict in zip(listed, conflicts, strict=True) if conflict is None]
+    likely = [train for train in found if may_fit(replace(recipe, train=train), site)]
+    return likely or [train for train in found if train.degrees == recipe.train.degrees] or found[:1]
+
+
+def explain_choice(recipe: Recipe, chosen: TrainConfig) -> list[str]:
+    """Explain what was chosen in place of the whole model on every rank."""
+    train, found = recipe.train, []
+    if train.sharding == "auto" and chosen.sharding == "full" and not train.offload:
+        found.append('train.sharding = "full": the whole model does not fit on each rank')
+    asked = train.degrees.settings
+    shown = [f"train.{name} = {num}" for name, num in chosen.degrees.settings.items() if num != asked[name]]
+    if not shown:
+        return found
+    what = "the longest trajectory" if train.trainer == "torch" else "the trainer"
+    reason = f"{what} does not fit on fewer ranks"
+    if find_share_conflict(replace(recipe, train=chosen.with_degrees(train.degrees))) is not None:
+        reason += ", or a step has too few trajectories for more shares"
+    return [*found, f"{' and '.join(shown)}: {reason}"]
+
+
+def _list_sharded(recipe: Recipe) -> list[TrainConfig]:
+    """List the settings of trainer "torch"."""
+    train, num_ranks, config = recipe.train, recipe.resources.train.num_workers, recipe.model.config
+    found, sizes = [train], list[int]()
+    if train.sharding == "auto" and num_ranks > 1:
+        found = [replace(train, sharding="none")] * (not train.offload) + [replace(train, sharding="full")]
+    if train.context_parallel == "auto" and config:
+        powers = (2**exponent for exponent in range(1, num_ranks.bit_length()))
+        sizes = [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
+    return [*found, *(replace(found[-1], context_parallel=size) for size in sizes)]
+
+
+def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:
+    """List the settings of trainer "megatron"; the ranks that share a layer are on one node."""
+    train, num_ranks, shape = recipe.train, recipe.resources.train.num_workers, recipe.model.architecture
+    if shape is None or not recipe.model.config:
+        return [train]
+    fixed = [name for name in DEGREES if getattr(train, f"{name}_parallel") != "auto"]
+    most = max(each.gpus_per_node for each in site.partitions.values()) or MAX_TENSOR_RANKS
+    tried = list_divisions(shape, train.degrees, fixed=fixed)
+    ordered = sorted(
+        (
+            each
+            for each in tried
+            if num_ranks % each.num_divided == 0 and each.tensor <= max(most, train.degrees.tensor)
+        ),
+        key=_rank_division,
+    )
+    return [train.with_degrees(each) for each in ordered] or [train]
+
+
+def _rank_division(degrees: ParallelDegrees) -> tuple[int, ...]:
+    return degrees.num_together, degrees.pipeline, degrees.tensor, degrees.expert

@@ -1,0 +1,81 @@
+"""The division of a model over the ranks of trainer "megatron", where the recipe leaves it open."""
+
+import pytest
+
+from hpcrl.errors import PlanError
+from hpcrl.hardware.degrees import ParallelDegrees
+from hpcrl.plan.plan import Plan
+from tests.support.plans import plan_recipe
+from tests.unit.plan.test_trainer_memory import LLAMA_70B, QWEN3_30B
+
+EXPERTS = (
+    *QWEN3_30B,
+    *("train.trainer=megatron", "train.precision=bf16", "train.groups_per_step=16", "engine.max_model_len=16384"),
+    *("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"),
+)
+
+
+def plan_ranks(num_ranks: int, *settings: str) -> Plan:
+    return plan_recipe(*settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
+
+
+def list_fixed(degrees: ParallelDegrees) -> list[str]:
+    return [f"train.{name}={num}" for name, num in degrees.settings.items()]
+
+
+def test_a_layer_is_divided_within_a_node_and_stages_do_the_rest() -> None:
+    plan = plan_ranks(64, *LLAMA_70B)
+    assert plan.train_degrees == ParallelDegrees(tensor=4, pipeline=4), "a node has four GPUs"
+    assert (
+        "train.tensor_parallel = 4 and train.pipeline_parallel = 4: the trainer does not fit on fewer ranks"
+        in plan.sizes
+    )
+    assert plan.train_memory is not None
+    assert plan.train_memory.free_gib > 0
+
+
+@pytest.mark.parametrize("fewer", [ParallelDegrees(tensor=4, pipeline=2), ParallelDegrees(tensor=2, pipeline=4)])
+def test_fewer_ranks_for_a_copy_of_the_model_would_not_fit(fewer: ParallelDegrees) -> None:
+    with pytest.raises(PlanError, match="a train worker needs"):
+        plan_ranks(64, *LLAMA_70B, *list_fixed(fewer))
+
+
+def test_experts_are_divided_before_anything_else_is() -> None:
+    plan = plan_ranks(64, *EXPERTS)
+    assert plan.train_degrees == ParallelDegrees(expert=8)
+    with pytest.raises(PlanError, match="a train worker needs"):
+        plan_ranks(64, *EXPERTS, *list_fixed(ParallelDegrees(expert=4)))
+
+
+def test_degrees_that_a_recipe_gives_stay_and_the_others_are_chosen() -> None:
+    stages = plan_ranks(64, *LLAMA_70B, "train.pipeline_parallel=8")
+    assert stages.train_degrees == ParallelDegrees(tensor=2, pipeline=8)
+    assert plan_ranks(64, *EXPERTS, "train.tensor_parallel=2").train_degrees == ParallelDegrees(tensor=2, expert=4)
+
+
+def test_a_small_batch_has_fewer_shares_and_more_ranks_for_each() -> None:
+    plan = plan_ranks(64, *EXPERTS, "train.groups_per_step=2", "rollout.group_size=8")
+    assert 64 // plan.train_degrees.num_together <= 16
+    assert any("or a step has too few trajectories for more shares" in size for size in plan.sizes)
+    with pytest.raises(PlanError, match="a step has 16 trajectories for 64 ranks"):
+        plan_ranks(
+            64,
+            *EXPERTS,
+            "train.groups_per_step=2",
+            "rollout.group_size=8",
+            *list_fixed(plan_ranks(64, *EXPERTS).train_degrees),
+        )
+
+
+def test_a_trainer_that_fits_nowhere_is_refused_with_degrees_that_would() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_ranks(4, *EXPERTS)
+    assert "set train.pipeline_parallel = 4 and train.expert_parallel = 2" in str(caught.value)
+    assert plan_ranks(16, *EXPERTS, "train.pipeline_parallel=4", "train.expert_parallel=2").train_memory is not None
+
+
+def test_a_model_whose_whole_state_fits_on_a_rank_is_not_divided() -> None:
+    small = [f"model.config.{name}={num}" for name, num in {"num_hidden_layers": 4, "hidden_size": 1024}.items()]
+    plan = plan_ranks(8, *LLAMA_70B, *small, "model.config.num_attention_heads=8")
+    assert plan.train_degrees == ParallelDegrees()
+    assert not any("_parallel" in size for size in plan.sizes)
