@@ -24,6 +24,7 @@ from hpcrl.system.files import publish_json
 MEMORY_SETTINGS = frozenset(
     {
         *("trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"),
+        "pipeline_chunks",
         *("precision", "recompute", "offload", "compile", "tokens_per_micro_batch", "max_row_tokens", "rows"),
         *("lora_rank", "kl", "kl_in", "advantage", "pipeline"),
     }

@@ -421,6 +421,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     as the plan finds that it fits on."""
     pipeline_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the layers in order."""
+    pipeline_chunks: Count = 1
+    """With pipeline_parallel: the parts of the model that each rank has, in turn with the other ranks (Megatron's virtual
+    stages). With more of them ranks wait less for one another, and keep more activations."""
     expert_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""
     context_parallel: Literal["auto"] | Count = "auto"

@@ -227,7 +227,7 @@ def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None
     return None
 
 
-def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees) -> str | None:
+def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees, *, num_chunks: int = 1) -> str | None:
     """Return why the ranks of trainer "megatron" cannot divide a model, with a fix; None if they can."""
     num_tp, num_pp, num_ep, num_cp = degrees.tensor, degrees.pipeline, degrees.expert, degrees.context
     groups = [] if shape.kv_rank else [("query groups", shape.num_kv_heads)]
@@ -246,6 +246,13 @@ def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees) -
     if shape.num_layers % num_pp:
         return (
             f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "
+            "choose a divisor"
+        )
+    if num_chunks > 1 and num_pp == 1:
+        return f"train.pipeline_chunks = {num_chunks} needs train.pipeline_parallel = 2 or more: set it, or chunks to 1"
+    if shape.num_layers // num_pp % num_chunks:
+        return (
+            f"train.pipeline_chunks = {num_chunks} does not divide the {shape.num_layers // num_pp} layers of a rank: "
             "choose a divisor"
         )
     if num_ep > 1 and not shape.num_expert_layers:

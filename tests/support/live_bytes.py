@@ -74,24 +74,25 @@ def measure_megatron_passes(world: Any, cases: list[dict[str, Any]]) -> list[int
     for case in cases:
         train = settings(trainer="megatron", precision="bf16", **case["train"])
         trainer = MegatronTrainer(Path(case["model"]), train, world=world)
-        module = trainer._model_part.module
+        chunks = trainer._model_part.chunks
 
-        def sum_logprobs(micro: Any, hidden: Any, trainer: Any = trainer, module: Any = module) -> Any:
+        def sum_logprobs(micro: Any, hidden: Any, trainer: Any = trainer, chunk: Any = chunks[-1]) -> Any:
             size = trainer.vocabulary_size
             positions = trainer._model_part.positions
             logprobs, _ = compute_token_logprobs(
-                module, micro, hidden, positions=positions, vocabulary_size=size, temperature=1.0
+                chunk, micro, hidden, positions=positions, vocabulary_size=size, temperature=1.0
             )
             return logprobs.sum(), None
 
         # Gradients exist from the first passes on, however few tokens these have.
         few, micro = (make_micro_batch(num, is_packed=False, has_mask=True) for num in (32, case["num_tokens"]))
-        trainer._run_schedule([few] * train.pipeline_parallel, sum_logprobs, forward_only=False, module=module)
-        batches = [micro] * train.pipeline_parallel
+        num = case.get("num_micro_batches", train.degrees.pipeline)
+        trainer._run_schedule([few] * num, sum_logprobs, forward_only=False, chunks=chunks)
+        batches = [micro] * num
         with LiveBytes() as live:
-            for parameter in module.parameters():
+            for parameter in chunks.parameters():
                 live.ignore(parameter)
                 live.ignore(parameter.grad)
-            trainer._run_schedule(batches, sum_logprobs, forward_only=False, module=module)
+            trainer._run_schedule(batches, sum_logprobs, forward_only=False, chunks=chunks)
         found.append(live.peak)
     return found

@@ -1,6 +1,7 @@
 """The parts of a megatron-core decoder that are hpcrl's: the same code on GPUs and on CPUs.
 
-    make_block_spec           the layers of a rank's stage
+    make_block_spec           the layers of a part of the model
+    list_layers, list_attentions    what a rank has of them, and their attention
     replicate_downward        compressed attention whose compressing layers every rank has whole
     skip_output_layer         let a GPTModel return its hidden states
     compute_token_logprobs    log-probs and entropies at the model tokens of a micro-batch, on every rank
@@ -21,7 +22,7 @@ of a head
 Legend of log-probs: B rows, T positions, S those of this rank, N model tokens, H hidden size, V vocabulary
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -85,7 +86,7 @@ class ReplicatedLinear(torch.nn.Linear):
         return super().forward(input), None
 
 
-def make_block_spec(dims: ModelDims, layers: list[int]) -> TransformerBlockSubmodules:
+def make_block_spec(dims: ModelDims, layers: Iterable[int]) -> TransformerBlockSubmodules:
     """Return the specification of these layers and of the last norm."""
     return TransformerBlockSubmodules(
         layer_specs=[_make_layer_spec(dims, has_experts=dims.has_experts(layer)) for layer in layers],
@@ -111,32 +112,37 @@ def _make_layer_spec(dims: ModelDims, *, has_experts: bool) -> ModuleSpec:
     return spec
 
 
-def replicate_downward(module: Any) -> None:
+def replicate_downward(chunks: Iterable[Any]) -> None:
     """Replace the layers that compress by whole ones.
 
     Megatron's local layers divide them by rows, and then lose the gradient that other ranks' heads have for the part of
     a key that all heads share.
     """
-    for attention in list_attentions(module):
+    for attention in list_attentions(chunks):
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             divided = getattr(attention, name, None)
             if divided is not None:
                 setattr(attention, name, ReplicatedLinear(divided.input_size, divided.output_size, bias=False))
 
 
-def list_attentions(module: Any) -> Iterator[Any]:
-    """Yield the attention of every layer of a rank's stage."""
-    return (layer.self_attention for layer in module.decoder.layers)
+def list_layers(chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield every layer of a rank."""
+    return (layer for chunk in chunks for layer in chunk.decoder.layers)
 
 
-def skip_output_layer(module: Any) -> None:
+def list_attentions(chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the attention of every layer of a rank."""
+    return (layer.self_attention for layer in list_layers(chunks))
+
+
+def skip_output_layer(chunk: Any) -> None:
     """Let the output layer pass on what it is given; its weight stays where it is."""
-    if module.post_process:
-        module.output_layer.forward = lambda hidden, **_: (hidden, None)
+    if chunk.post_process:
+        chunk.output_layer.forward = lambda hidden, **_: (hidden, None)
 
 
 def compute_token_logprobs(
-    module: Any,
+    chunk: Any,
     micro: MicroBatch,
     hidden_BSH: Tensor,
     *,
@@ -147,12 +153,12 @@ def compute_token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probs of the micro-batch's model tokens, and the entropies of their distributions.
 
-    The ranks of `positions` divide the hidden states.
+    The last part of the model, `chunk`, has the output layer. The ranks of `positions` divide the hidden states.
     """
     note_work()
-    weight_VH = module.output_layer.weight
+    weight_VH = chunk.output_layer.weight
     if weight_VH is None:  # the embedding's
-        weight_VH = module.shared_embedding_or_output_weight()
+        weight_VH = chunk.shared_embedding_or_output_weight()
     own_BS = positions.take(micro.mask_BT)
     numbers_BT = micro.mask_BT.flatten().cumsum(0).view_as(micro.mask_BT) - 1
     own_N = positions.take(numbers_BT)[own_BS]

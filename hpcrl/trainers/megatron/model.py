@@ -43,13 +43,20 @@ from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import read_max_context
 from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.trainers.context_group import ContextGroup
-from hpcrl.trainers.megatron.layers import list_attentions, make_block_spec, replicate_downward, skip_output_layer
+from hpcrl.trainers.megatron.layers import (
+    list_attentions,
+    list_layers,
+    make_block_spec,
+    replicate_downward,
+    skip_output_layer,
+)
 from hpcrl.trainers.megatron.stage_balance import StageBalance
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,
     ShardMapping,
     check_parallelism,
+    list_chunk_layers,
     map_shards,
     pad_vocab_size,
     read_model_dims,
@@ -180,7 +187,8 @@ def _wait_for_all(works: Any) -> None:
 class MegatronPart(NamedTuple):
     """The part of a model on this rank."""
 
-    module: Any
+    chunks: torch.nn.ModuleList
+    """The GPTModels of this rank: one, or with pipeline_chunks several, which are not next to one another."""
     dims: ModelDims
     rank: ParallelRank
     context: ContextGroup
@@ -198,7 +206,7 @@ class MegatronPart(NamedTuple):
 
     def mapped_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Yield every shard of this rank with the parameter or buffer that contains it."""
-        tensors = _list_tensors(self.module)
+        tensors = _list_tensors(self.chunks)
         for mapping in map_shards(self.dims, self.rank):
             yield mapping, tensors[mapping.megatron_name]
 
@@ -237,34 +245,35 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
             f"train.moe_aux_coef = {train.moe_aux_coef:g} needs a model with experts, and the one in {model_dir} has "
             "none: remove it"
         )
-    degrees = train.degrees
-    check_parallelism(dims, degrees)
+    degrees, num_chunks = train.degrees, train.pipeline_chunks
+    check_parallelism(dims, degrees, num_chunks=num_chunks)
     if world.size % degrees.num_divided:
         shown = ", ".join(f"train.{name} = {num}" for name, num in degrees.settings.items() if num > 1)
         raise TrainError(
             f"{world.size} ranks cannot be split into groups of {shown}: set resources.train.num_workers to a multiple "
             f"of {degrees.num_divided}"
         )
-    _join_groups(degrees, seed=seed)
-    rank = _find_rank(degrees)
+    _join_groups(degrees, num_chunks=num_chunks, seed=seed)
+    rank = _find_rank(degrees, num_chunks=num_chunks)
     context = ContextGroup(rank.cp, degrees.context, parallel_state.get_context_parallel_group())
     shared = parallel_state.get_tensor_and_context_parallel_group()
     positions = ContextGroup(rank.cp * degrees.tensor + rank.tp, degrees.tensor * degrees.context, shared)
-    module = _make_gpt_model(fields, dims, rank, train=train)
+    made = (_make_gpt_model(fields, dims, rank, chunk=chunk, train=train) for chunk in range(num_chunks))
+    chunks = torch.nn.ModuleList(made)
     if dims.shape.kv_rank:
-        replicate_downward(module)
-    _set_positions(module, source, context)
-    skip_output_layer(module)
-    balance = StageBalance(module, coef=train.moe_aux_coef, context=positions)
+        replicate_downward(chunks)
+    _set_positions(chunks, source, context)
+    skip_output_layer(chunks[-1])
+    balance = StageBalance(list_layers(chunks), coef=train.moe_aux_coef, context=positions)
     if train.recompute is True:
-        _recompute_layers(module, balance)
+        _recompute_layers(chunks, balance)
     model_part = MegatronPart(
-        module=module.to(world.device).eval(),
+        chunks=chunks.to(world.device).eval(),
         dims=dims,
         rank=rank,
         context=context,
         positions=positions,
-        copies=ModelCopies(_list_tensors(module), rank),
+        copies=ModelCopies(_list_tensors(chunks), rank),
         max_length=read_max_context(fields) or int(fields["max_position_embeddings"]),
         stored=source.stored or {},
         precise_names=source.find_precise_names(),
@@ -274,20 +283,22 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     return model_part
 
 
-def _list_tensors(module: Any) -> dict[str, Tensor]:
-    return dict(module.named_parameters()) | dict(module.named_buffers())
+def _list_tensors(chunks: torch.nn.ModuleList) -> dict[str, Tensor]:
+    return dict(chunks.named_parameters()) | dict(chunks.named_buffers())
 
 
-def _join_groups(degrees: ParallelDegrees, *, seed: int) -> None:
+def _join_groups(degrees: ParallelDegrees, *, num_chunks: int, seed: int) -> None:
     """Make the groups of ranks. An expert is never divided, so that tensor parallelism leaves experts whole."""
     if not dist.is_initialized():  # Megatron needs groups even for a single rank
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    if parallel_state.model_parallel_is_initialized() and degrees != _read_joined_degrees():
+    asked = (degrees, num_chunks if num_chunks > 1 else None)
+    if parallel_state.model_parallel_is_initialized() and asked != _read_joined_degrees():
         parallel_state.destroy_model_parallel()  # of a trainer that this process had before
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             degrees.tensor,
             degrees.pipeline,
+            num_chunks if num_chunks > 1 else None,
             context_parallel_size=degrees.context,
             expert_model_parallel_size=degrees.expert,
             expert_tensor_parallel_size=1,
@@ -299,16 +310,17 @@ def _join_groups(degrees: ParallelDegrees, *, seed: int) -> None:
         initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def _read_joined_degrees() -> ParallelDegrees:
-    return ParallelDegrees(
+def _read_joined_degrees() -> tuple[ParallelDegrees, int | None]:
+    degrees = ParallelDegrees(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         expert=parallel_state.get_expert_model_parallel_world_size(),
         context=parallel_state.get_context_parallel_world_size(),
     )
+    return degrees, parallel_state.get_virtual_pipeline_model_parallel_world_size()
 
 
-def _find_rank(degrees: ParallelDegrees) -> ParallelRank:
+def _find_rank(degrees: ParallelDegrees, *, num_chunks: int) -> ParallelRank:
     return ParallelRank(
         tp=parallel_state.get_tensor_model_parallel_rank(),
         num_tp=degrees.tensor,
@@ -317,22 +329,24 @@ def _find_rank(degrees: ParallelDegrees) -> ParallelRank:
         ep=parallel_state.get_expert_model_parallel_rank(),
         num_ep=degrees.expert,
         num_cp=degrees.context,
+        num_chunks=num_chunks,
         copy=parallel_state.get_data_parallel_rank(with_context_parallel=True),
         expert_copy=parallel_state.get_expert_data_parallel_rank(),
     )
 
 
-def _make_gpt_model(fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, train: TrainConfig) -> Any:
-    per_stage = dims.shape.num_layers // rank.num_pp
-    layers = list(range(rank.pp * per_stage, (rank.pp + 1) * per_stage))
+def _make_gpt_model(
+    fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, chunk: int, train: TrainConfig
+) -> Any:
     rotary = fields.get("rope_parameters") or fields
     return GPTModel(
         config=_make_transformer_config(fields, dims, rank, train=train),
-        transformer_layer_spec=make_block_spec(dims, layers),
+        transformer_layer_spec=make_block_spec(dims, list_chunk_layers(dims, rank, chunk=chunk)),
         vocab_size=pad_vocab_size(dims, num_tp=rank.num_tp),
         max_sequence_length=fields["max_position_embeddings"],
-        pre_process=rank.is_first,
-        post_process=rank.is_last,
+        pre_process=rank.is_first and chunk == 0,
+        post_process=rank.is_last and chunk == rank.num_chunks - 1,
+        vp_stage=chunk if rank.num_chunks > 1 else None,
         parallel_output=True,
         # Over several stages the two copies stay equal because their gradients are summed: see MegatronTrainer.
         share_embeddings_and_output_weights=dims.shape.is_tied and rank.num_pp == 1,
@@ -355,6 +369,7 @@ def _make_transformer_config(
         kv_channels=shape.head_dim,
         tensor_model_parallel_size=rank.num_tp,
         pipeline_model_parallel_size=rank.num_pp,
+        virtual_pipeline_model_parallel_size=rank.num_chunks if rank.num_chunks > 1 else None,
         context_parallel_size=rank.num_cp,
         expert_model_parallel_size=rank.num_ep,
         expert_tensor_parallel_size=1,
@@ -428,7 +443,7 @@ def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[st
     )
 
 
-def _set_positions(module: Any, source: ModelSource, context: ContextGroup) -> None:
+def _set_positions(chunks: torch.nn.ModuleList, source: ModelSource, context: ContextGroup) -> None:
     """Take the frequencies of RoPE, and the scale of attention, from transformers' model, and this rank's positions.
 
     Megatron would give each rank two parts of a row, so that all have the same share of the pairs of tokens; here ranks
@@ -436,11 +451,12 @@ def _set_positions(module: Any, source: ModelSource, context: ContextGroup) -> N
     """
     decoder = source.module.get_decoder()
     rotary, scale = decoder.rotary_emb, float(decoder.layers[0].self_attn.scaling)
-    for attention in list_attentions(module):
+    for attention in list_attentions(chunks):
         # Queries and keys are both multiplied by this, in all their parts.
         attention.core_attention.softmax_scale = scale * float(rotary.attention_scaling) ** 2
         attention.core_attention.context = context
-    for part in module.modules():
+    part: Any
+    for part in chunks.modules():
         own = getattr(part, "inv_freq", None)
         if isinstance(own, Tensor):
             own.copy_(rotary.inv_freq)
@@ -454,9 +470,9 @@ def _embed_own_positions(embed: Callable[..., Tensor], context: ContextGroup, le
     return embed(num_own, offset + context.rank * num_own)
 
 
-def _recompute_layers(module: Any, balance: StageBalance) -> None:
+def _recompute_layers(chunks: torch.nn.ModuleList, balance: StageBalance) -> None:
     """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
-    for layer in module.decoder.layers:
+    for layer in list_layers(chunks):
         forward = partial(_forward_and_release, layer, layer.forward)
         layer.forward = partial(
             checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=balance.keep_pass

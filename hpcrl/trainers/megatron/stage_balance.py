@@ -9,7 +9,7 @@ recomputed runs again during a backward pass, after the forward pass of others: 
 Legend: B rows of a micro-batch, T positions, S those of this rank, M all their tokens, E experts
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,16 +34,16 @@ class _WatchedPass(NamedTuple):
 class StageBalance:
     """The balance loss of the routers of a stage, in the forward passes that are watched."""
 
-    def __init__(self, module: Any, *, coef: float, context: ContextGroup) -> None:
-        """Watch the routers of `module`; without a coefficient they are left alone.
+    def __init__(self, layers: Iterable[Any], *, coef: float, context: ContextGroup) -> None:
+        """Watch the routers of `layers`; without a coefficient they are left alone.
 
-        The ranks of `context`, those of tensor parallelism, divide the positions of their rows: shares are those over
-        all of them, and each rank has the gradient of its tokens.
+        The ranks of `context` divide the positions of their rows: shares are those over all of them, and each rank has
+        the gradient of its tokens.
         """
         self._coef = coef
         self._context = context
         self._current: _WatchedPass | None = None
-        for layer in module.decoder.layers if coef else ():
+        for layer in layers if coef else ():
             router = getattr(layer.mlp, "router", None)
             if router is not None:  # the first layers of some models have no experts
                 router.routing = partial(self._route, router.score_function, router.routing)

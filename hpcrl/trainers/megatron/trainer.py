@@ -43,6 +43,7 @@ from hpcrl.trainers.base import (
 )
 from hpcrl.trainers.megatron.layers import compute_token_logprobs
 from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
+from hpcrl.trainers.megatron.weight_names import EMBEDDING, name_head
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -101,7 +102,7 @@ class MegatronTrainer:
                 temperature=temperature,
                 load=lambda path: build_model_part(path, train=fixed, world=world, seed=seed),
             )
-        self._parameters: dict[str, Tensor] = dict(self._model_part.module.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(self._model_part.chunks.named_parameters())
         own = [each for name, each in self._parameters.items() if self._model_part.copies.is_own(name)]
         self._optimizer = make_optimizer(
             own or [torch.zeros(0)], train=train, learning_rate=train.learning_rate, update=load_update(train)
@@ -238,11 +239,11 @@ class MegatronTrainer:
 
     def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
         """Compute the log-probs of all tokens; they stay on the last stage, where they are needed."""
-        module = self._model_part.module if model is None else self._fixed_models[model].module
+        chunks = self._model_part.chunks if model is None else self._fixed_models[model].chunks
 
         def keep_logprobs(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, Tensor]:
             logprobs_N, _ = compute_token_logprobs(
-                module,
+                chunks[-1],
                 micro,
                 hidden_BSH,
                 positions=self._model_part.positions,
@@ -254,7 +255,7 @@ class MegatronTrainer:
         found: list[TokenColumns] = []
         with torch.no_grad():
             for part in minibatches:
-                kept = self._run_schedule(part, keep_logprobs, forward_only=True, module=module)
+                kept = self._run_schedule(part, keep_logprobs, forward_only=True, chunks=chunks)
                 found.append(kept or [None] * len(part))
         return found
 
@@ -269,11 +270,11 @@ class MegatronTrainer:
     ) -> LossSums:
         """Add the gradient of a minibatch on all ranks: run Megatron's schedule, then sum over the ranks."""
         check()  # between the micro-batches of a schedule, stages are at different ones
-        remaining, rank = iter(priors), self._model_part.rank
+        remaining, rank, chunks = iter(priors), self._model_part.rank, self._model_part.chunks
 
         def judge(micro: MicroBatch, hidden_BSH: Tensor) -> tuple[Tensor, LossSums]:
             logprobs_N, entropy_N = compute_token_logprobs(
-                self._model_part.module,
+                chunks[-1],
                 micro,
                 hidden_BSH,
                 positions=self._model_part.positions,
@@ -297,8 +298,7 @@ class MegatronTrainer:
 
         total = LossSums.zero(self.world.device)
         watch = partial(self._model_part.balance.watch, num_tokens=totals.num_tokens)
-        module = self._model_part.module
-        for sums in self._run_schedule(minibatch, judge, forward_only=False, module=module, watch=watch):
+        for sums in self._run_schedule(minibatch, judge, forward_only=False, chunks=chunks, watch=watch):
             total = total.add(sums)
         if rank.tp or rank.cp or not rank.is_last:
             total = LossSums.zero(self.world.device)  # counted once, by the first rank of the last stage
@@ -333,8 +333,12 @@ class MegatronTrainer:
             parameter.grad = None
 
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
-        """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape."""
-        num = self.world.max(len(part))
+        """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape.
+
+        Where ranks have several parts of the model, stages take turns with as many micro-batches as there are stages.
+        """
+        num, rank = self.world.max(len(part)), self._model_part.rank
+        num += -num % rank.num_pp * (rank.num_chunks > 1)
         filled = part + [empty_micro_batch() for _ in range(num - len(part))]
         rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
         length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
@@ -347,7 +351,7 @@ class MegatronTrainer:
         compute_loss: _LossFunction,
         *,
         forward_only: bool,
-        module: Any,
+        chunks: torch.nn.ModuleList,
         watch: Callable[[MicroBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Any]:
         """Run Megatron's schedule over the stages; return, on the last stage, the values kept by `compute_loss`.
@@ -355,21 +359,22 @@ class MegatronTrainer:
         The forward pass of each micro-batch is made within `watch`.
         """
 
-        def forward(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Any]:
+        def forward(batches: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
             micro = next(batches)
             inputs_BS = self._model_part.context.take(micro.inputs_BT)
             with watch(micro):  # positions are those of the part; attention is causal, the padding on the right
-                output = module(inputs_BS, None, None)
+                output = chunk(inputs_BS, None, None)
             return output, partial(compute_loss, micro)
 
         rows, length = minibatch[0].inputs_BT.shape
+        batches = [iter(minibatch) for _ in chunks]
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
         precision = self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda"))
         with watch_memory(minibatch[0]), patch_for_cpu(), precision:  # all micro-batches have one shape
             found = get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(minibatch),
-                model=module,
+                data_iterator=batches if len(chunks) > 1 else batches[0],
+                model=list(chunks) if len(chunks) > 1 else chunks[0],
                 num_microbatches=len(minibatch),
                 seq_length=length,
                 micro_batch_size=rows,
@@ -396,7 +401,7 @@ class MegatronTrainer:
                 # Each rank has seen its own positions, or its own heads, only.
                 dist.all_reduce(parameter.grad, group=parallel_state.get_tensor_model_parallel_group())
         if self._model_part.dims.shape.is_tied and rank.num_pp > 1 and (rank.is_first or rank.is_last):
-            name = "embedding.word_embeddings.weight" if rank.is_first else "output_layer.weight"
+            name = EMBEDDING if rank.is_first else name_head(rank)
             dist.all_reduce(self._parameters[name].grad, group=parallel_state.get_embedding_group())
         self._model_part.copies.collect_gradients(self._parameters)
 

@@ -4,6 +4,8 @@
     ParallelRank           a rank's part of each layer (TP, EP), its layers (PP), and its copy of both
     ShardMapping           one shard and its place in a Megatron tensor
     map_shards             every shard that a rank holds
+    list_chunk_layers      the layers of a part of the model
+    EMBEDDING, name_head   Megatron's names of the table of words and of the output layer
     read_model_dims        the sizes in a config.json
     check_parallelism      refuse a parallelism that does not divide the model
     pad_vocab_size         the rows of the padded embedding
@@ -11,7 +13,7 @@
 Megatron fuses q, k and v, one query group after the other (its queries, its key, its value), and gate and up; a rank
 of a tensor-parallel group has whole query groups, and its own rows of gate and of up. An expert is never divided: each
 rank of an expert-parallel group has whole ones. The canonical names are those of transformers' models, in which the
-experts of a layer are one tensor.
+experts of a layer are one tensor. Megatron's start with the number of the part of the model that they belong to.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +29,7 @@ from hpcrl.hardware.architecture import (
 from hpcrl.hardware.degrees import ParallelDegrees
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+EMBEDDING = "0.embedding.word_embeddings.weight"
 _SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe")
 """Families whose routers add a bias, which is not trained, to scores from a sigmoid."""
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -59,6 +62,8 @@ class ParallelRank(NamedTuple):
     ep: int = 0
     num_ep: int = 1
     num_cp: int = 1
+    num_chunks: int = 1
+    """The parts of the model that a rank has: each stage has its layers in this many places."""
     copy: int = 0
     """The index of this rank among those with the same part of what is not an expert.
 
@@ -140,9 +145,9 @@ def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None
     return None
 
 
-def check_parallelism(dims: ModelDims, degrees: ParallelDegrees) -> None:
+def check_parallelism(dims: ModelDims, degrees: ParallelDegrees, *, num_chunks: int = 1) -> None:
     """Raise TrainError unless the parallelism divides the model."""
-    if conflict := find_parallel_conflict(dims.shape, degrees):
+    if conflict := find_parallel_conflict(dims.shape, degrees, num_chunks=num_chunks):
         raise TrainError(conflict)
 
 
@@ -155,23 +160,34 @@ def map_shards(dims: ModelDims, rank: ParallelRank) -> Iterator[ShardMapping]:
     """Yield every shard of this rank."""
     shape = dims.shape
     if rank.is_first:
-        yield _map_vocab_rows(
-            dims, rank, "model.embed_tokens.weight", "embedding.word_embeddings.weight", is_owner=True
-        )
-    for layer, own in _list_layers(dims, rank):
-        yield from _map_layer(dims, rank, layer, f"model.layers.{layer}", f"decoder.layers.{own}")
+        yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", EMBEDDING, is_owner=True)
+    for layer, chunk, own in _list_layers(dims, rank):
+        yield from _map_layer(dims, rank, layer, f"model.layers.{layer}", f"{chunk}.decoder.layers.{own}")
     if rank.is_last:
-        yield _map_replicated("model.norm.weight", "decoder.final_layernorm.weight", shape.hidden_size, rank)
+        norm, head = f"{rank.num_chunks - 1}.decoder.final_layernorm.weight", name_head(rank)
+        yield _map_replicated("model.norm.weight", norm, shape.hidden_size, rank)
         if not shape.is_tied:
-            yield _map_vocab_rows(dims, rank, "lm_head.weight", "output_layer.weight", is_owner=True)
+            yield _map_vocab_rows(dims, rank, "lm_head.weight", head, is_owner=True)
         elif rank.num_pp > 1:
-            yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", "output_layer.weight", is_owner=False)
+            yield _map_vocab_rows(dims, rank, "model.embed_tokens.weight", head, is_owner=False)
 
 
-def _list_layers(dims: ModelDims, rank: ParallelRank) -> Iterator[tuple[int, int]]:
-    """Yield the layers of this rank, each with its index on the rank."""
-    per_stage = dims.shape.num_layers // rank.num_pp
-    yield from ((rank.pp * per_stage + own, own) for own in range(per_stage))
+def name_head(rank: ParallelRank) -> str:
+    """Return the name of the output layer on a rank of the last stage."""
+    return f"{rank.num_chunks - 1}.output_layer.weight"
+
+
+def list_chunk_layers(dims: ModelDims, rank: ParallelRank, *, chunk: int) -> range:
+    """List the layers of a part of the model that this rank has; the parts of all ranks take turns."""
+    num = dims.shape.num_layers // (rank.num_pp * rank.num_chunks)
+    first = (chunk * rank.num_pp + rank.pp) * num
+    return range(first, first + num)
+
+
+def _list_layers(dims: ModelDims, rank: ParallelRank) -> Iterator[tuple[int, int, int]]:
+    """Yield the layers of this rank, each with its part of the model and its index there."""
+    for chunk in range(rank.num_chunks):
+        yield from ((layer, chunk, own) for own, layer in enumerate(list_chunk_layers(dims, rank, chunk=chunk)))
 
 
 def _map_layer(

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(900)  # ranks are processes that import torch a
 PARALLEL = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2, "recompute": True},
+    "pp2-chunks": {"pipeline_parallel": 2, "pipeline_chunks": 2},
     "cp2": {"context_parallel": 2},
     "ep2": {"expert_parallel": 2},
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
