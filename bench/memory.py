@@ -5,12 +5,11 @@
     gathers                          the rest: layers of sharded weights, their gradients on the way, a chunk of logits
     whole                            the peak of a step
 
-Each model is made at its published sizes with 4 and with 6 layers by the trainer's own code, its micro-batch goes
-forward and backward after a first optimizer step, and the peaks are extrapolated to all layers: every layer adds the
-same (hpcrl/testing/fake_steps.py). Compressed attention (DeepSeek) is not compared: PyTorch's kernels for CPUs need
-values as large as keys, and without them it has a matrix of all pairs, which it has not on GPUs. Smaller models make
-real steps on CPUs, whose resident memory is measured (bench/memory_steps.py). A value is model / measured, so 1 is
-exact; an error is the larger of it and its inverse.
+Each model is made at its published sizes with three and with five layers more than there are different first ones, by
+the trainer's own code. Its micro-batch goes forward and backward after a first optimizer step, and the peaks are
+extrapolated to all layers: every further layer adds the same (hpcrl/testing/fake_steps.py). Smaller models make real
+steps on CPUs, whose resident memory is measured (bench/memory_steps.py). A value is model / measured, so 1 is exact; an
+error is the larger of it and its inverse.
 """
 
 import sys
@@ -30,8 +29,8 @@ from hpcrl.hardware.train_memory import RankSetup, estimate_rank_memory
 from hpcrl.testing.fake_steps import PeakBytes, measure_passes
 
 BAR = 1.1
-FEW_LAYERS, MORE_LAYERS = 4, 6
-"""From three layers on, the last, the first, and one between them are different layers."""
+FEW_LAYERS, MORE_LAYERS = 3, 5
+"""Layers that are like most others: from three on, the last, the first, and one between them are different layers."""
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": {
         **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
@@ -62,6 +61,13 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151552},
         **{"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "n_shared_experts": 1},
         **{"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": False},
+    },
+    "DeepSeek-V3": {
+        **{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61},
+        **{"num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280},
+        **{"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
+        **{"v_head_dim": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4},
     },
 }
 
@@ -99,6 +105,7 @@ CASES = (
     MemoryCase("Qwen3-8B", 4096, _shards(16, has_recompute=False)),
     MemoryCase("Qwen3-0.6B", 16384, RankSetup(is_bf16=True, has_recompute=True)),
     MemoryCase("Qwen3-8B", 131072, _divide_rows(_shards(16), size=4)),
+    MemoryCase("DeepSeek-V3", 8192, _shards(1024)),
 )
 MORE_CASES = (
     MemoryCase("Qwen3-8B", 2048, _shards(16)),
@@ -123,6 +130,9 @@ MORE_CASES = (
     MemoryCase("Mixtral-8x7B", 8192, _shards(32, has_recompute=False)),
     MemoryCase("GLM-4.5-Air", 8192, _shards(64)),
     MemoryCase("GLM-4.5-Air", 8192, _shards(64, has_recompute=False)),
+    MemoryCase("DeepSeek-V3", 65536, _shards(1024)),
+    MemoryCase("DeepSeek-V3", 4096, _shards(1024, has_recompute=False)),
+    MemoryCase("DeepSeek-V3", 32768, _divide_rows(_shards(1024), size=4)),
 )
 """Those of --full."""
 
@@ -187,11 +197,12 @@ def estimate_whole(case: MemoryCase, num_tokens: int) -> PeakBytes:
 def measure_whole(case: MemoryCase, num_tokens: int) -> PeakBytes:
     """Measure with few layers and with some more, extrapolate forward and backward pass, and return the larger."""
     fields = MODELS[case.model]
+    num_first = fields.get("first_k_dense_replace", 1)
     few, more = (
-        measure_passes(fields | {"num_hidden_layers": num}, case.setup, num_tokens=num_tokens)
+        measure_passes(fields | {"num_hidden_layers": num_first + num}, case.setup, num_tokens=num_tokens)
         for num in (FEW_LAYERS, MORE_LAYERS)
     )
-    missing = (fields["num_hidden_layers"] - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
+    missing = (fields["num_hidden_layers"] - num_first - FEW_LAYERS) / (MORE_LAYERS - FEW_LAYERS)
     passes = [
         PeakBytes(*(low + missing * (high - low) for low, high in zip(first, second, strict=True)))
         for first, second in zip(few, more, strict=True)

@@ -105,6 +105,8 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     shared_inner: int = 0
     """The inner size of the part of a layer with experts that every token uses; 0: there is none."""
     has_shared_gate: bool = False
+    has_precise_router: bool = False
+    """True if routers compute in float32, whatever the precision of the model is."""
 
     @property
     def num_expert_layers(self) -> int:
@@ -315,6 +317,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         expert_inner=expert_inner if experts else 0,
         shared_inner=shared_inner if experts else 0,
         has_shared_gate=family == "qwen2_moe",
+        has_precise_router=family in ("deepseek_v2", "deepseek_v3", "glm4_moe"),
     )
     return msgspec.structs.replace(found, num_biases=_count_biases(fields, found))
 

@@ -229,18 +229,22 @@ def _list_sharded_moments(shape: ModelArchitecture, setup: RankSetup, num_tokens
     head_grad = each * shape.embedding_params
     reduced = BYTES_FP32 * outer * (1 + 1 / setup.num_shards)
     tied_grad = 0 if outer else head_grad  # the embedding's gradient is exchanged after the first layer's
-    working = _count_working_bytes(shape, setup, num_tokens)
+    masks = _count_working_masks(setup, num_tokens)
+    # Two layers that are gathered, and the gradient of another one on its way.
+    around = kept + tied_grad + 2 * ahead + BYTES_FP32 * max(layer, outer)
+    others = inputs if setup.has_recompute else inputs * (1 - 1 / shape.num_layers)
     return [
         PassMoment("forward", kept + 2 * each * outer, inputs + last + stream, chunk),
         PassMoment(
             "head", kept + each * outer, inputs + last + (BYTES_FP32 - each) * hidden * num_tokens, chunk + head_grad
         ),
         PassMoment("head-exchange", kept + ahead + reduced, inputs + last, head_grad),
-        PassMoment(
-            "layer",
-            kept + tied_grad + 2 * ahead + BYTES_FP32 * max(layer, outer) + _count_first_gradient(shape, setup),
-            inputs + working,
+        *(
+            PassMoment(name, around + gradients, inputs + masks + num_tokens * tokens)
+            for has_experts in _list_kinds(shape)
+            for name, gradients, tokens in _list_mlp_moments(shape, setup, has_experts=has_experts)
         ),
+        PassMoment("layer-end", around + ahead, others + stream),
         PassMoment("embedding", BYTES_FP32 * (shape.embedding_params + layer) + 2 * tied_grad + head_grad, stream),
     ]
 
@@ -285,19 +289,54 @@ def _count_kept_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens: in
 
 def _count_working_bytes(shape: ModelArchitecture, setup: RankSetup, num_tokens: int) -> float:
     """Count what the backward pass of one layer needs beside what all layers keep, for the layer that needs most."""
+    needed = max(
+        tokens
+        for has_experts in _list_kinds(shape)
+        for _, _, tokens in _list_mlp_moments(shape, setup, has_experts=has_experts)
+    )
+    return needed * num_tokens + _count_working_masks(setup, num_tokens)
+
+
+def _list_kinds(shape: ModelArchitecture) -> list[bool]:
+    """List whether layers have experts: both, if some have."""
+    return [False] * bool(shape.num_dense_layers) + [True] * bool(shape.num_expert_layers)
+
+
+def _list_mlp_moments(
+    shape: ModelArchitecture, setup: RankSetup, *, has_experts: bool
+) -> list[tuple[str, float, float]]:
+    """List the moments of the backward pass of a layer's MLP that can be the peak: name, bytes of its gradients so far,
+    and bytes that a token needs beside what all layers keep.
+
+    Later there are more gradients and less of what the MLP has kept, which is released: without recomputation it is a
+    part of what all layers keep.
+    """
     each, hidden = setup.compute_bytes, shape.hidden_size
-    found = 0.0
-    for has_experts, num in ((False, shape.num_dense_layers), (True, shape.num_expert_layers)):
-        if not num:
-            continue
-        if has_experts:  # gradients of an expert's weighted output, in both orders, and of its inner values
-            needed = shape.experts_per_token * (2 * setup.stream_bytes * hidden + each * shape.expert_inner)
-        else:  # of the output, and of both factors of the inner values
-            needed = each * (hidden + 2 * shape.dense_inner)
-        again = setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
-        found = max(found, float(needed + again))
-    masks = _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.has_mask  # one of layers, one of booleans
-    return found * num_tokens + masks
+    again = setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
+    if not has_experts:
+        inner, gradients = shape.dense_inner, each * shape.dense_mlp_params
+        return [
+            # The gradients of the output, and of both factors of the inner values.
+            ("layer", gradients / 3, float(again + each * (hidden + 2 * inner))),
+            ("mlp", float(gradients), float(again + each * (2 * hidden - 3 * inner))),
+        ]
+    num, inner = shape.experts_per_token, shape.expert_inner
+    gradients = each * (shape.routed_params + 3 * hidden * shape.shared_inner)
+    if setup.stream_bytes != each:  # autocast computes the sum of outputs in float32
+        weighting = num * (2 * setup.stream_bytes * hidden + each * inner)
+    else:  # the gradient of the weighted outputs, and its products with weights and with outputs
+        weighting = num * 3 * hidden * (BYTES_FP32 if shape.has_precise_router else each)
+    released = num * 2 * inner + 4 * shape.shared_inner
+    return [
+        ("weighting", 0.0, float(again + weighting)),
+        ("layer", each * shape.routed_params / 3, float(again + each * num * (2 * inner - hidden))),
+        ("experts", float(gradients), float(again + each * (hidden - released))),
+    ]
+
+
+def _count_working_masks(setup: RankSetup, num_tokens: int) -> float:
+    """Count the masks of one layer: one of layers, one of booleans."""
+    return _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.has_mask
 
 
 def _count_mask_bytes(setup: RankSetup, num_tokens: int) -> float:
@@ -341,20 +380,25 @@ def _count_expert_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
     """Count what a token keeps in a layer with experts: for each, its input, inner values and output."""
     each, hidden = setup.compute_bytes, shape.hidden_size
     routed = shape.experts_per_token * (2 * hidden + 4 * shape.expert_inner)
-    return each * (hidden + routed + 4 * shape.shared_inner) + BYTES_FP32 * shape.num_experts
+    router = BYTES_FP32 * shape.num_experts
+    if shape.has_precise_router and setup.stream_bytes != BYTES_FP32:  # its input is converted
+        router += BYTES_FP32 * hidden
+    return each * (hidden + routed + 4 * shape.shared_inner) + router
 
 
 def _count_attention_bytes(shape: ModelArchitecture, setup: RankSetup) -> int:
     """Count what attention keeps of a token: queries, keys, values, its output and the sums of its softmax."""
     each, num_kv_heads = setup.compute_bytes, shape.num_heads if setup.has_mask else shape.num_kv_heads
-    outputs = shape.num_heads * shape.value_dim
-    if setup.context_parallel > 1:  # the output is kept before and after the ranks swap their parts
+    outputs, values = shape.num_heads * shape.value_dim, shape.value_dim
+    if values < shape.head_dim:  # attention has values and outputs as large as keys (trainers/attention.py)
+        outputs, values = outputs + shape.num_heads * shape.head_dim, shape.head_dim
+    elif setup.context_parallel > 1:  # the output is kept before and after the ranks swap their parts
         num_kv_heads *= count_kv_repeats(shape.num_heads, num_kv_heads, size=setup.context_parallel)
         outputs *= 2
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     norms = (BYTES_FP32 + each * setup.trains_all) * (queries + keys) * shape.has_query_norm
     compressed = (BYTES_FP32 + each * (1 + setup.trains_all)) * (shape.query_rank + shape.kv_rank)
-    kept = queries + num_kv_heads * (shape.head_dim + shape.value_dim) + outputs
+    kept = queries + num_kv_heads * (shape.head_dim + values) + outputs
     return norms + compressed + each * kept + BYTES_FP32 * shape.num_heads
 
 

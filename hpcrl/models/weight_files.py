@@ -11,6 +11,7 @@ model, as the experts of a layer, which files hold one by one and the model as o
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.overrides import TorchFunctionMode
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -35,6 +37,9 @@ from hpcrl.models.weight_headers import INDEX_FILE, SINGLE_FILE
 from hpcrl.system.json_records import decode_record
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stored_tensors import StoredTensor, StoredTensors, list_model_tensors
+
+MAX_BUFFER_VALUES = 1 << 28
+"""A tensor of a new model that has more values than this is a parameter."""
 
 
 class WeightFiles(NamedTuple):
@@ -119,8 +124,20 @@ def _meta_parameters() -> Iterator[None]:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    with patch.object(torch.nn.Module, "register_parameter", register_meta):
+    with patch.object(torch.nn.Module, "register_parameter", register_meta), _MetaStacks():
         yield
+
+
+class _MetaStacks(TorchFunctionMode):
+    """A mode in which a tensor larger than any buffer has no memory: all experts of a layer may not fit into a node."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        if func is torch.empty and args:
+            sizes = args if isinstance(args[0], int) else args[0]
+            if math.prod(sizes) > MAX_BUFFER_VALUES:
+                options["device"] = "meta"
+        return func(*args, **options)
 
 
 def match_tensors(module: Any, files: WeightFiles) -> dict[str, list[StoredTensor]] | None:

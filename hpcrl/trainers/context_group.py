@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hpcrl.errors import TrainError
-from hpcrl.hardware.architecture import count_kv_repeats, find_context_conflict
+from hpcrl.hardware.architecture import count_kv_repeats, find_context_conflict, read_architecture
+from hpcrl.trainers.attention import attend_causally
 from hpcrl.trainers.world import World
 
 CONTEXT_ATTENTION = "hpcrl_context"
@@ -155,15 +156,16 @@ def make_context_group(world: World, *, size: int, is_packed: bool = False) -> C
 def use_context_attention(module: Any, context: ContextGroup) -> ContextGroup:
     """Let the attention of a model see all positions of the group; return the group by which its rows are divided.
 
-    Packed rows of a model for which this is not known to be right keep transformers' attention, with its mask. Raise
-    TrainError if ranks cannot divide the positions.
+    Packed rows of a model for which this is not known to be right keep transformers' attention, with its mask. Whole
+    padded rows do too, unless attention is compressed. Raise TrainError if ranks cannot divide the positions.
     """
-    if context.size == 1 and not context.is_packed:
-        return context
-    if (conflict := find_context_conflict(module.config.to_dict(), size=context.size)) is not None:
+    config = module.config.to_dict()
+    if (conflict := find_context_conflict(config, size=context.size)) is not None:
         if context.size == 1:
             return replace(context, is_packed=False)
         raise TrainError(conflict)
+    if context.size == 1 and not context.is_packed and not read_architecture(config).kv_rank:
+        return context
     ALL_ATTENTION_FUNCTIONS.register(CONTEXT_ATTENTION, torch.compiler.disable(_attend))  # type: ignore[no-untyped-call]
     module.set_attn_implementation(CONTEXT_ATTENTION)
     return context
@@ -176,16 +178,18 @@ def _attend(
     value_BKSD: Tensor,
     _mask: None,
     *,
-    context_part: ContextPart,
+    context_part: ContextPart | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """Attend to whole rows for a part of the heads, as transformers calls it; packed rows see only themselves."""
-    starts = context_part.row_starts or [0]
+    context, starts = WHOLE_CONTEXT, [0]
+    if context_part is not None:
+        context, starts = context_part.context, context_part.row_starts or starts
     found_BSHD = attend_whole_rows(
         *(query_BHSD, key_BKSD, value_BKSD),
-        context=context_part.context,
+        context=context,
         starts=starts,
         scaling=scaling,
         sliding_window=sliding_window,
@@ -225,15 +229,7 @@ def _attend_row(
     if sliding_window is not None and sliding_window < length:
         mask_TT = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
         mask_TT = mask_TT.triu(1 - sliding_window)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask_TT,
-        is_causal=mask_TT is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    return attend_causally(query, key, value, scale=scaling, mask_TT=mask_TT)
 
 
 class _SwapParts(torch.autograd.Function):

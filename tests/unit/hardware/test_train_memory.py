@@ -28,6 +28,14 @@ EXPERTS: dict[str, Any] = {
     **{"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384},
     **{"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
+COMPRESSED: dict[str, Any] = {
+    **{"model_type": "deepseek_v3", "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 600, "q_lora_rank": 96, "kv_lora_rank": 64},
+    **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64, "moe_intermediate_size": 128},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"n_group": 4, "topk_group": 2},
+}
+"""Compressed attention, with the relations between the sizes of DeepSeek-V3."""
 QWEN3_8B = {
     **{"model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36},
     **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
@@ -192,6 +200,17 @@ def fresh_process() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
+def test_the_gradients_of_a_layer_with_many_experts_decide_with_few_tokens(fresh_process: ProcessPoolExecutor) -> None:
+    """All are there at the end of its backward pass, when its tokens need nothing any more."""
+    from hpcrl.testing.fake_steps import measure_passes
+
+    fields = COMPRESSED | {"n_routed_experts": 1024}
+    setup = RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)
+    passes = fresh_process.submit(measure_passes, fields, setup, num_tokens=64).result()
+    estimated = estimate_rank_memory(read_architecture(fields), setup, num_tokens=64)
+    assert estimated.total == pytest.approx(max(sum(each) for each in passes), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("fields", "setup"),
     [
@@ -203,8 +222,15 @@ def fresh_process() -> Iterator[ProcessPoolExecutor]:
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, is_packed=True)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True, lora_rank=8)),
         (DENSE, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, context_parallel=4)),
+        (COMPRESSED, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, has_recompute=True)),
+        (COMPRESSED, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True)),
+        (COMPRESSED, RankSetup(num_ranks=4, is_sharded=True, is_bf16=True, context_parallel=4)),
+        (COMPRESSED, RankSetup(is_bf16=True, has_recompute=True)),
     ],
-    ids=["recomputed", "kept, fp32", "one rank", "experts", "experts, one rank", "packed", "adapters", "divided rows"],
+    ids=[
+        *("recomputed", "kept, fp32", "one rank", "experts", "experts, one rank", "packed", "adapters", "divided rows"),
+        *("compressed", "compressed, kept", "compressed, divided rows", "compressed, one rank"),
+    ],
 )
 def test_the_trainers_own_passes_peak_where_the_estimate_does(
     fields: dict[str, Any], setup: RankSetup, fresh_process: ProcessPoolExecutor
