@@ -469,6 +469,7 @@ def _add_step_points(
                     mean_length=event.length_mean or 0.0,
                     num_gpus=num_gpus,
                     pp=num_stages,
+                    pp_chunks=recipe.train.pipeline_chunks,
                 )
                 step = StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s)
                 peak_s = find_peak_step_s(step)

@@ -422,7 +422,7 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     pipeline_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the layers in order."""
     pipeline_chunks: Count = 1
-    """With pipeline_parallel: the parts of the model that each rank has, in turn with the other ranks (Megatron's virtual
+    """With pipeline_parallel: the parts of the model that each rank has, in turn with the others (Megatron's virtual
     stages). With more of them ranks wait less for one another, and keep more activations."""
     expert_parallel: Literal["auto"] | Count = "auto"
     """With trainer "megatron": ranks that share the experts of each layer; tensor_parallel does not divide experts."""

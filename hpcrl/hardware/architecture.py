@@ -251,7 +251,7 @@ def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees, *
             "choose a divisor"
         )
     if num_chunks > 1 and num_pp == 1:
-        return f"train.pipeline_chunks = {num_chunks} needs train.pipeline_parallel = 2 or more: set it, or chunks to 1"
+        return f"train.pipeline_chunks = {num_chunks} needs stages: set train.pipeline_parallel = 2 or more"
     if shape.num_layers // num_pp % num_chunks:
         return (
             f"train.pipeline_chunks = {num_chunks} does not divide the {shape.num_layers // num_pp} layers of a rank: "

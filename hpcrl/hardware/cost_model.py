@@ -233,6 +233,8 @@ class TrainingWork:
     """Tokens of a row, which attend to each other."""
     num_gpus: int
     pp: int = 1
+    pp_chunks: int = 1
+    """The parts of the model on each stage."""
     num_micro_batches: int = 8
     """The micro-batches of a rank; with stages, the fewer they are, the longer stages wait for each other."""
     num_passes: float = TRAINING_PASSES
@@ -242,6 +244,6 @@ def estimate_step_s(gpu: GpuModel, *, shape: ModelShape, work: TrainingWork) -> 
     """Estimate the time of a training step, of GPUs whose FLOP/s are known."""
     assert gpu.bf16_tflops is not None
     each = 2 * shape.num_active + shape.pair_flops * work.mean_length / 2
-    bubble = 1 + (work.pp - 1) / work.num_micro_batches
+    bubble = 1 + (work.pp - 1) / (work.num_micro_batches * work.pp_chunks)
     peak_s = work.num_passes * each * work.num_tokens / (gpu.bf16_tflops * 1e12 * work.num_gpus)
     return gpu.fit.train * peak_s * bubble

@@ -39,6 +39,8 @@ class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: int = 1
     context_parallel: int = 1
     """Ranks that divide the positions of the rows."""
+    pipeline_chunks: int = 1
+    """The parts of the model on each stage."""
     is_bf16: bool = False
     has_recompute: bool = False
     """True if layers keep only their inputs, and compute the rest again for the gradient."""

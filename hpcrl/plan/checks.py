@@ -139,6 +139,15 @@ def _check_trainer(recipe: Recipe) -> None:
             f'train.expert_parallel = {degrees.expert} are for trainer "megatron": remove them, or set '
             'train.trainer = "megatron"'
         )
+    if train.trainer == "torch" and train.pipeline_chunks > 1:
+        raise PlanError(
+            f'train.pipeline_chunks = {train.pipeline_chunks} is for trainer "megatron": remove it, or set '
+            'train.trainer = "megatron"'
+        )
+    if train.pipeline_chunks > 1 == degrees.pipeline and not (recipe.model.config and train.has_open_degrees):
+        raise PlanError(
+            f"train.pipeline_chunks = {train.pipeline_chunks} needs stages: set train.pipeline_parallel = 2 or more"
+        )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
     _check_groups(recipe)
@@ -196,7 +205,8 @@ def _check_division(recipe: Recipe) -> None:
         return
     conflict = None
     if train.trainer == "megatron":
-        conflict = find_parallel_conflict(read_architecture(config), degrees)
+        num_chunks = 1 if train.pipeline_parallel == "auto" else train.pipeline_chunks
+        conflict = find_parallel_conflict(read_architecture(config), degrees, num_chunks=num_chunks)
     elif degrees.context > 1:
         conflict = find_context_conflict(config, size=degrees.context)
     if conflict is not None:
@@ -573,7 +583,7 @@ def _check_tasks(recipe: Recipe) -> None:
 _IMITATION_SETTINGS = frozenset(
     {
         *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
-        *("context_parallel", "compile"),
+        *("context_parallel", "pipeline_chunks", "compile"),
         *(
             "learning_rate",
             "schedule",

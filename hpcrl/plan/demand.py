@@ -187,6 +187,7 @@ def make_megatron_setup(recipe: Recipe, *, has_recompute: bool) -> MegatronSetup
     return MegatronSetup(
         num_ranks=recipe.resources.train.num_workers,
         **train.degrees.settings,
+        pipeline_chunks=train.pipeline_chunks,
         is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
     )

@@ -474,7 +474,7 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     if shape is None:
         return
     now, found = train.degrees.settings, []
-    for degrees in list_divisions(shape, train.degrees):
+    for degrees in list_divisions(shape, train.degrees, num_chunks=train.pipeline_chunks):
         num, numbers = degrees.num_divided, list(degrees.settings.values())
         found.append((-(-num_ranks // num) * num, sum(numbers), numbers))
     for num, _, numbers in sorted(found):
@@ -488,7 +488,7 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 
 def list_divisions(
-    shape: ModelArchitecture, least: ParallelDegrees, *, fixed: Collection[str] = ()
+    shape: ModelArchitecture, least: ParallelDegrees, *, fixed: Collection[str] = (), num_chunks: int = 1
 ) -> Iterator[ParallelDegrees]:
     """Yield the divisions of a model by trainer "megatron" with these degrees or more; the `fixed` ones stay."""
     options = {
@@ -502,7 +502,7 @@ def list_divisions(
     given = [[getattr(least, name)] if name in fixed else options[name] for name in DEGREES]
     for numbers in itertools.product(*given):
         degrees = ParallelDegrees(**dict(zip(DEGREES, numbers, strict=True)))
-        if find_parallel_conflict(shape, degrees) is None:
+        if find_parallel_conflict(shape, degrees, num_chunks=num_chunks) is None:
             yield degrees
 
 

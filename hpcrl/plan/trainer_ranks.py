@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpcrl.config.recipe import Recipe, TrainConfig
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
-from hpcrl.hardware.architecture import find_context_conflict
+from hpcrl.hardware.architecture import find_context_conflict, find_parallel_conflict
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.plan.checks import find_share_conflict
 from hpcrl.plan.trainer_memory import MAX_TENSOR_RANKS, list_divisions, may_fit
@@ -65,7 +65,7 @@ def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:
         return [train]
     fixed = [name for name in DEGREES if getattr(train, f"{name}_parallel") != "auto"]
     most = max(each.gpus_per_node for each in site.partitions.values()) or MAX_TENSOR_RANKS
-    tried = list_divisions(shape, train.degrees, fixed=fixed)
+    tried = list_divisions(shape, train.degrees, fixed=fixed, num_chunks=train.pipeline_chunks)
     ordered = sorted(
         (
             each
@@ -74,6 +74,9 @@ def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:
         ),
         key=_rank_division,
     )
+    num_chunks = train.pipeline_chunks
+    if not ordered and (conflict := find_parallel_conflict(shape, train.degrees, num_chunks=num_chunks)) is not None:
+        raise PlanError(conflict)
     return [train.with_degrees(each) for each in ordered] or [train]
 
 

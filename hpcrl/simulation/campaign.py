@@ -226,6 +226,7 @@ class SimulatedCampaign:
                 mean_length=num_tokens / len(chosen),
                 num_gpus=self.sizes.train.num_gpus,
                 pp=self.request.plan.train_degrees.pipeline,
+                pp_chunks=self.recipe.train.pipeline_chunks,
             )
             seconds = estimate_step_s(self.sizes.train.gpu, shape=self.sizes.shape, work=work)
         return seconds

@@ -53,6 +53,17 @@ def test_degrees_that_a_recipe_gives_stay_and_the_others_are_chosen() -> None:
     assert plan_ranks(64, *EXPERTS, "train.tensor_parallel=2").train_degrees == ParallelDegrees(tensor=2, expert=4)
 
 
+def test_stages_with_several_parts_of_the_model_are_two_or_more() -> None:
+    plan = plan_ranks(64, *EXPERTS, "train.pipeline_chunks=4")
+    assert plan.train_degrees.pipeline == 2
+    with pytest.raises(PlanError, match=r"train.pipeline_chunks = 7 does not divide"):
+        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=7", "train.pipeline_parallel=2")
+    with pytest.raises(PlanError, match=r"train.pipeline_chunks = 7 needs stages"):
+        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=7")
+    with pytest.raises(PlanError, match='is for trainer "megatron"'):
+        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=2", "train.trainer=torch")
+
+
 def test_a_small_batch_has_fewer_shares_and_more_ranks_for_each() -> None:
     plan = plan_ranks(64, *EXPERTS, "train.groups_per_step=2", "rollout.group_size=8")
     assert 64 // plan.train_degrees.num_together <= 16

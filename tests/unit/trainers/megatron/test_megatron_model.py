@@ -76,7 +76,7 @@ def test_four_ranks_that_combine_two_ways_give_the_numbers_of_one_rank(directori
     shared = {"tensor_parallel": 2, "pipeline_parallel": 2, "recompute": True}
     experts = {"expert_parallel": 2, "pipeline_parallel": 2}
     context = {"tensor_parallel": 2, "context_parallel": 2}
-    stages = {"context_parallel": 2, "pipeline_parallel": 2, "recompute": True}
+    stages = {"context_parallel": 2, "pipeline_parallel": 2, "pipeline_chunks": 2, "recompute": True}
     cases = [("llama3", shared), ("qwen3_moe", shared), ("qwen3_moe", experts), ("deepseek_v3", experts)]
     cases += [("qwen3", context), ("qwen3_moe", context | {"expert_parallel": 2}), ("deepseek_v3", stages)]
     given = [(str(directories[family]), parallel, None) for family, parallel in cases]

@@ -30,6 +30,7 @@ class Degrees(NamedTuple):
     ep: int = 1
     copies: int = 1
     cp: int = 1
+    chunks: int = 1
 
     def list_ranks(self):
         """List the ranks in megatron-core's order; the ranks of an expert's group may be of one copy or of several."""
@@ -37,7 +38,7 @@ class Degrees(NamedTuple):
         for pp, rank in itertools.product(range(self.pp), range(per_stage)):
             yield ParallelRank(
                 **{"tp": rank % self.tp, "num_tp": self.tp, "pp": pp, "num_pp": self.pp},
-                **{"ep": rank % self.ep, "num_ep": self.ep},
+                **{"ep": rank % self.ep, "num_ep": self.ep, "num_chunks": self.chunks},
                 **{"copy": rank // self.tp, "expert_copy": rank // self.ep},
             )
 
@@ -64,7 +65,10 @@ def test_the_names_and_shapes_are_those_of_the_model_of_transformers(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "degrees",
-    [Degrees(), Degrees(tp=2), Degrees(pp=4), Degrees(ep=2, copies=2), Degrees(2, 2, 4, 2), Degrees(tp=2, copies=2)],
+    [
+        *(Degrees(), Degrees(tp=2), Degrees(pp=4), Degrees(ep=2, copies=2)),
+        *(Degrees(2, 2, 4, 2), Degrees(tp=2, copies=2), Degrees(pp=2, chunks=2)),
+    ],
     ids=str,
 )
 def test_every_value_is_provided_by_exactly_one_rank(family, degrees):
@@ -85,11 +89,13 @@ def test_every_value_is_provided_by_exactly_one_rank(family, degrees):
     check_cover(layout, given)
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("num_tp", [1, 2])
 @pytest.mark.parametrize("family", ["qwen2", "deepseek_v3"])
-def test_the_shards_of_a_rank_fill_its_tensors_without_overlap(family, num_tp):
+def test_the_shards_of_a_rank_fill_its_tensors_without_overlap(family, num_tp, num_chunks):
     rows: dict[str, list[int]] = {}
-    for mapping in map_shards(dims_of(family), ParallelRank(tp=num_tp - 1, num_tp=num_tp)):
+    stages = {"pp": 1, "num_pp": 2, "num_chunks": num_chunks} if num_chunks > 1 else {}
+    for mapping in map_shards(dims_of(family), ParallelRank(tp=num_tp - 1, num_tp=num_tp, **stages)):
         rows.setdefault(mapping.megatron_name, []).extend(range(mapping.rows.start, mapping.rows.stop))
         assert math.prod(mapping.shape) % (mapping.rows.stop - mapping.rows.start) == 0
         assert math.prod(mapping.shape) <= math.prod(mapping.whole_shape)
@@ -109,6 +115,8 @@ def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows
         ("qwen2", Degrees(pp=3), "4 layers"),
         ("mixtral", Degrees(ep=3), r"train\.expert_parallel = 3 does not divide the model's 4 experts"),
         ("qwen2", Degrees(ep=2), "the model has no experts: set it to 1"),
+        ("qwen2", Degrees(chunks=2), "needs stages: set train.pipeline_parallel = 2 or more"),
+        ("qwen2", Degrees(pp=2, chunks=4), "does not divide the 2 layers of a rank"),
         ("qwen2", Degrees(cp=3), r"train\.context_parallel = 3 does not divide the 4 attention heads of the model"),
         ("qwen2", Degrees(tp=2, cp=4), r"the 2 attention heads of a rank with train\.tensor_parallel = 2"),
     ],
@@ -116,7 +124,7 @@ def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows
 def test_a_parallelism_that_does_not_divide_the_model_is_refused(family, degrees, message):
     given = ParallelDegrees(tensor=degrees.tp, pipeline=degrees.pp, expert=degrees.ep, context=degrees.cp)
     with pytest.raises(TrainError, match=message):
-        check_parallelism(dims_of(family), given)
+        check_parallelism(dims_of(family), given, num_chunks=degrees.chunks)
 
 
 @pytest.mark.parametrize(

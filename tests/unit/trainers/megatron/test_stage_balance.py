@@ -24,6 +24,7 @@ BALANCED = PLAIN | {"moe_aux_coef": 1.0}
 PARALLEL = {
     "tp2": {"tensor_parallel": 2},
     "pp2": {"pipeline_parallel": 2, "recompute": True},
+    "pp2-chunks": {"pipeline_parallel": 2, "pipeline_chunks": 2, "recompute": True},
     "cp2": {"context_parallel": 2, "recompute": True},
     "ep2": {"expert_parallel": 2},
     "tp2-ep2": {"tensor_parallel": 2, "expert_parallel": 2, "recompute": True},
