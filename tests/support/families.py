@@ -1,6 +1,11 @@
-"""Small models of real families, in the files that transformers writes: experts one by one."""
+"""Small models of real families, in the files that transformers writes: experts one by one.
+
+make_family_model  make and save one
+stack_experts      write it as transformers has it in memory
+"""
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.learners import CONTEXT, VOCABULARY
@@ -11,7 +16,11 @@ _SIZES = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": False},
     **{"moe_intermediate_size": 32, "num_experts_per_tok": 2},
 }
-DENSE_FAMILIES: dict[str, dict[str, object]] = {"llama": {}, "qwen2": {}, "qwen3": {}}
+DENSE_FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"head_dim": None, "hidden_size": 128},  # of its heads: vLLM reads no other
+    "qwen3": {},
+}
 _BIASED = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "topk_group": 1}
 """The sizes of families whose routers have a correction, which files hold and no optimizer changes."""
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32}
@@ -22,7 +31,7 @@ EXPERT_FAMILIES = {
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": None, "hidden_size": 128},
     "deepseek_v3": {
         **{**_BIASED, **_LATENT, "num_key_value_heads": 4, "head_dim": None, "n_group": 2},
-        **{"topk_method": "noaux_tc"},  # in files of the hub: vLLM reads the corrections with it alone
+        **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # in files of the hub: vLLM would use softmax alone
     },
     "glm4_moe": {**_BIASED, "n_group": 1, "use_qk_norm": True},
 }
@@ -50,3 +59,9 @@ def make_family_model(directory, family, *, seed=0, **changed):
                 tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(directory)
     return directory
+
+
+def stack_experts(directory):
+    """Write a model again with the experts of each layer as one tensor, under the names that it has in memory."""
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})

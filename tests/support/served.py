@@ -74,6 +74,16 @@ class Place:
         )
 
     @contextmanager
+    def engine(self, launch: VllmLaunch) -> Iterator[VllmEngine]:
+        """Start one engine without its HTTP server, and end it after the block."""
+        stack = AsyncExitStack()
+        started = VllmEngine(launch, place=WorkerPlace(self.job, "here"))
+        try:
+            yield self.do(stack.enter_async_context(started))
+        finally:
+            self.do(stack.aclose())
+
+    @contextmanager
     def engines(self, *names: str) -> Iterator[list[Behind]]:
         """Start engines with these names at the same time, and end them after the block."""
         stack = AsyncExitStack()

@@ -44,7 +44,7 @@ def train_and_export(directory: Path, *, make_model: Callable[[Path], None] = ma
     """Train a model for two steps, save a checkpoint and export it."""
     torch.set_num_threads(1)
     campaign = CampaignDir(directory / "trained")
-    campaign.root.mkdir()
+    campaign.root.mkdir(parents=True)
     make_model(campaign.model)
     trainer = TorchTrainer(campaign.model, TrainConfig(num_steps=2, groups_per_step=1, learning_rate=1e-2), seed=0)
     for step in (1, 2):
