@@ -3,14 +3,14 @@
 estimate_engine_speed  seconds that an engine takes
 divide_engine_gpus     the GPUs within a stage of each copy of the model, and the stages
 round_weights          the model as its GPUs hold it
-count_weight_bytes     the bytes of a model on its GPUs
+count_copy_bytes       the bytes of weights of each copy of a model
 """
 
 import msgspec
 
 from hpcrl.config.recipe import EngineConfig
 from hpcrl.hardware.architecture import ModelArchitecture
-from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape, share_among_copies
+from hpcrl.hardware.cost_model import ModelShape, WorkerSpeed, estimate_speed, make_model_shape
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
 
@@ -18,8 +18,8 @@ from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP8
 def estimate_engine_speed(engine: EngineConfig, *, gpu: GpuModel, shape: ModelShape, num_gpus: int) -> WorkerSpeed:
     """Estimate the speed of an engine with `num_gpus` GPUs on all its nodes; 0 counts as one."""
     tp, pp = divide_engine_gpus(engine, num_gpus=num_gpus)
-    one_copy = estimate_speed(gpu, shape=round_weights(shape, engine, gpu=gpu), tp=tp, pp=pp)
-    return share_among_copies(one_copy, engine.data_parallel)
+    rounded = round_weights(shape, engine, gpu=gpu)
+    return estimate_speed(gpu, shape=rounded, tp=tp, pp=pp, num_copies=engine.data_parallel)
 
 
 def divide_engine_gpus(engine: EngineConfig, *, num_gpus: int) -> tuple[int, int]:
@@ -36,9 +36,14 @@ def round_weights(shape: ModelShape, engine: EngineConfig, *, gpu: GpuModel) -> 
     return msgspec.structs.replace(shape, weight_bytes=BYTES_FP8, factor_bytes=factor_bytes)
 
 
-def count_weight_bytes(engine: EngineConfig, num_params: int, architecture: ModelArchitecture | None) -> float:
-    """Return the bytes of a model on the GPUs of an engine; of one whose architecture is not known, all are rounded."""
+def count_copy_bytes(engine: EngineConfig, num_params: int, architecture: ModelArchitecture | None) -> float:
+    """Return the bytes of weights of each copy of a model in an engine, which have equal parts of its experts.
+
+    vLLM divides experts among the GPUs of all copies, with `engine.expert_parallel` whole ones, without it the rows of
+    each. Of a model whose architecture is not known, every copy counts as having all weights, and all are rounded.
+    """
     weight_bytes = BYTES_BF16 if engine.quantization == "none" else BYTES_FP8
     if architecture is None:
         return float(num_params * weight_bytes)
-    return msgspec.structs.replace(make_model_shape(architecture), weight_bytes=weight_bytes).held_bytes
+    shape = msgspec.structs.replace(make_model_shape(architecture), weight_bytes=weight_bytes)
+    return shape.count_held_bytes(engine.data_parallel)

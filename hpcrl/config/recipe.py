@@ -125,6 +125,13 @@ class ModelConfig(ConfigTable, frozen=True, kw_only=True):
         return None if self.num_params is None else guess_architecture(self.num_params)
 
     @property
+    def has_no_experts(self) -> bool:
+        """True if the model is known to have none."""
+        if self.config:
+            return not read_architecture(self.config).num_expert_layers
+        return self.tiny is not None
+
+    @property
     def num_weights(self) -> int | None:
         """The number of weights by `config`, else `num_params`; None if neither is known."""
         return read_architecture(self.config).num_params if self.config else self.num_params
@@ -331,6 +338,9 @@ class EngineConfig(ConfigTable, frozen=True, kw_only=True):
     """With vLLM: stages that a worker's GPUs are divided into; within a stage they share each layer."""
     data_parallel: Count = 1
     """With vLLM: copies of the model in a worker, among which its GPUs are divided and its requests are shared."""
+    expert_parallel: bool = False
+    """With vLLM and a mixture of experts: each rank of a stage, in all copies, has whole experts; else a slice of every
+    expert."""
     cpu_kv_gib: Count = 1
     """With vLLM on CPUs: memory for KV; on GPUs, KV gets the memory that the model leaves free."""
     start_timeout_s: Seconds = 900.0

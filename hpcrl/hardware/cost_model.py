@@ -3,7 +3,6 @@
     compute_hours                                    node-hours and GPU-hours
     ModelShape, read_model_shape, make_model_shape   the sizes of a model that decide its speed
     WorkerSpeed, estimate_speed                      seconds that one worker takes, by its GPUs and the model
-    share_among_copies                               those of a worker with several copies of the model
     estimate_step_s, TrainingWork                    seconds of a training step
     USABLE_SHARE                                     of a GPU's memory
     LINK_BYTES_PER_S                                 between two workers
@@ -14,7 +13,7 @@ its error on GPUs that it was not fitted on.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import log2
 from typing import Any
@@ -66,11 +65,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def num_params(self) -> int:
         return self.num_dense + self.num_expert
 
-    @property
-    def held_bytes(self) -> float:
-        """The bytes of all weights."""
+    def count_held_bytes(self, num_copies: int = 1) -> float:
+        """Return the bytes of the weights that each of some copies of the model has: they divide the experts."""
         precise_bytes = max(self.weight_bytes, BYTES_BF16)
-        return (self.num_params - self.num_precise) * self.weight_bytes + self.num_precise * precise_bytes
+        num_rounded = self.num_dense - self.num_precise + self.num_expert / num_copies
+        return num_rounded * self.weight_bytes + self.num_precise * precise_bytes
 
     @property
     def num_active(self) -> float:
@@ -82,10 +81,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         values = self.num_kv_values or 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return values * self.kv_bytes
 
-    def bytes_read(self, batch: float) -> float:
-        """Return the bytes of weights that a step over `batch` tokens reads, without experts that no token chose."""
-        covered = 1 - float((1 - self._share_per_token) ** batch)
-        return (self.num_dense + self.num_expert * covered) * self.weight_bytes
+    def bytes_read(self, batch: float, *, num_copies: int = 1) -> float:
+        """Return the bytes of weights that a step over `batch` tokens reads, without experts that no token chose.
+
+        They are those of one copy with `batch` tokens; the tokens of all copies choose among all experts.
+        """
+        covered = 1 - float((1 - self._share_per_token) ** (batch * num_copies))
+        return (self.num_dense + self.num_expert * covered / num_copies) * self.weight_bytes
 
     @property
     def pair_flops(self) -> float:
@@ -96,6 +98,11 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     def summed_bytes_per_token(self) -> float:
         """The bytes of a token that the GPUs of an engine add up: after attention and MLP of each layer."""
         return 2 * self.num_layers * self.hidden_size * BYTES_BF16
+
+    @property
+    def exchanged_bytes_per_token(self) -> float:
+        """The bytes of a token that copies of the model send each other to its experts, and back: as much as a sum."""
+        return self.num_layers * self.hidden_size * BYTES_BF16 if self.num_experts else 0.0
 
     @property
     def _share_per_token(self) -> float:
@@ -145,6 +152,8 @@ class WorkerSpeed:
     """Tokens of KV that fit beside the weights; 0: the weights do not fit."""
     num_parts: int = 1
     """Stages of a pipeline, in each copy of the model: each has an equal part of the batch at any time."""
+    num_copies: int = 1
+    """Copies of the model, which divide its experts."""
 
     def prefill_s(self, num_new: float, *, num_known: float = 0) -> float:
         """Return the time to compute the KV of `num_new` tokens after `num_known` cached ones."""
@@ -166,7 +175,9 @@ class WorkerSpeed:
     def _find_base_step_s(self) -> Callable[[float], float]:
         """Compute the time, once for each of the usual batches: routers ask again and again."""
         return lru_cache(maxsize=4096)(
-            lambda batch: self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_parts)
+            lambda batch: (
+                self.step_s + self.byte_s * self.shape.bytes_read(batch / self.num_parts, num_copies=self.num_copies)
+            )
         )
 
     @cached_property
@@ -180,12 +191,13 @@ class WorkerSpeed:
 
 @cache
 def estimate_speed(
-    gpu: GpuModel, *, shape: ModelShape, tp: int = 1, pp: int = 1, fit: RooflineFit | None = None
+    gpu: GpuModel, *, shape: ModelShape, tp: int = 1, pp: int = 1, num_copies: int = 1, fit: RooflineFit | None = None
 ) -> WorkerSpeed:
-    """Estimate the speed of a worker with `tp` * `pp` GPUs, of which the peak figures are known.
+    """Estimate the speed of a worker with `tp` * `pp` GPUs for each copy, of which the peak figures are known.
 
     `tp` GPUs share each layer, and each of the `pp` stages has a share of the layers. Experts count as shared evenly,
-    whether each is divided or has its GPU. `fit` takes the place of the coefficients of the GPU.
+    whether each is divided or has its GPU. The copies share requests and experts evenly, and send each other all tokens
+    at the experts. `fit` takes the place of the coefficients of the GPU.
     """
     assert gpu.bf16_tflops is not None
     assert gpu.memory_tb_per_s is not None
@@ -195,32 +207,22 @@ def estimate_speed(
     flops = bf16_flops * BYTES_BF16 / factor_bytes  # tensor cores: half the bytes, twice as fast
     bandwidth = gpu.memory_tb_per_s * 1e12 * tp
     kv_copies = max(1.0, tp / shape.num_kv_heads)  # a head is not divided
-    sum_s = by.link * shape.summed_bytes_per_token / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s and tp > 1 else 0.0
-    free_bytes = gpu.memory_gib * GIB * tp * pp * USABLE_SHARE - shape.held_bytes
+    link_s = by.link / (gpu.link_gb_per_s * 1e9) if gpu.link_gb_per_s else 0.0
+    sum_s = link_s * shape.summed_bytes_per_token if tp > 1 else 0.0
+    exchange_s = link_s * shape.exchanged_bytes_per_token if num_copies > 1 else 0.0
+    free_bytes = gpu.memory_gib * GIB * tp * pp * USABLE_SHARE - shape.count_held_bytes(num_copies)
+    num_parts = pp * num_copies
     return WorkerSpeed(
         shape=shape,
         step_s=(by.layer_s + by.expert_layer_s * (shape.num_experts > 0) + by.hop_s * log2(tp)) * shape.num_layers,
         byte_s=by.read / bandwidth,
-        kv_byte_s=by.kv * kv_copies / (bandwidth * pp),
-        row_s=(by.compute * 2 * shape.num_active / flops + sum_s) / pp,
-        token_s=(by.prefill * 2 * shape.num_active / flops + sum_s) / pp,
-        pair_s=by.prefill * shape.pair_flops / (bf16_flops * pp),
-        kv_tokens=max(0, int(free_bytes / (shape.kv_bytes_per_token * kv_copies))),
-        num_parts=pp,
-    )
-
-
-@cache
-def share_among_copies(speed: WorkerSpeed, num: int) -> WorkerSpeed:
-    """Return the speed of a worker with `num` copies of the model, which share its requests evenly."""
-    return replace(
-        speed,
-        kv_byte_s=speed.kv_byte_s / num,
-        row_s=speed.row_s / num,
-        token_s=speed.token_s / num,
-        pair_s=speed.pair_s / num,
-        kv_tokens=speed.kv_tokens * num,
-        num_parts=speed.num_parts * num,
+        kv_byte_s=by.kv * kv_copies / (bandwidth * num_parts),
+        row_s=(by.compute * 2 * shape.num_active / flops + sum_s) / num_parts + exchange_s / pp,
+        token_s=(by.prefill * 2 * shape.num_active / flops + sum_s) / num_parts + exchange_s / pp,
+        pair_s=by.prefill * shape.pair_flops / (bf16_flops * num_parts),
+        kv_tokens=num_copies * max(0, int(free_bytes / (shape.kv_bytes_per_token * kv_copies))),
+        num_parts=num_parts,
+        num_copies=num_copies,
     )
 
 

@@ -1,12 +1,13 @@
 """Check that a recipe is consistent. Pure.
 
 check_recipe             raise a PlanError for the first conflict, with a fix
+check_engine_gpus        the same, of the GPUs that engines have; again after the planner has chosen them
 check_lengths            the same for lengths beyond a model's context
 find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -39,19 +40,20 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.architecture import (
+    ModelArchitecture,
     find_context_conflict,
     find_parallel_conflict,
     read_architecture,
     read_max_context,
 )
 from hpcrl.hardware.gpus import GPU_CATALOGUE
-from hpcrl.plan.engine_gpus import divides_heads
+from hpcrl.plan.engine_gpus import divides_experts, divides_heads
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
 """The geometric mean of the ratios of a sequence has never been seen above this."""
-VLLM_SETTINGS = ("data_parallel", "quantization", "seeds", "keep_old_kv", "any_vllm_version")
+VLLM_SETTINGS = ("data_parallel", "expert_parallel", "quantization", "seeds", "keep_old_kv", "any_vllm_version")
 """The settings of [engine] that only vLLM has, and that are refused elsewhere."""
 DEFAULT_REWARD = DomainConfig(env="none:None").reward
 
@@ -691,8 +693,8 @@ def _check_pipeline(recipe: Recipe) -> None:
 
 def _check_engine(recipe: Recipe) -> None:
     """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
-    roles = ENGINE_ROLES if recipe.has_prefill else ("decode",)
-    _check_engine_of(roles, recipe.engine, recipe.model, recipe=recipe, prefix="")
+    _check_engine_of(recipe.engine, prefix="")
+    check_engine_gpus(recipe)
     for name, is_set in (("switch_roles", recipe.router.switch_roles), ("sizing", recipe.router.sizing == "auto")):
         if is_set and not recipe.has_prefill:
             raise PlanError(
@@ -744,7 +746,8 @@ def _check_judges(recipe: Recipe) -> None:
             if chosen not in domain.judges:
                 raise PlanError(f"domains.{name}.{option} = {chosen!r}: add it to domains.{name}.judges")
     for role, (name, judge) in zip(recipe.judge_roles, recipe.judge.items(), strict=True):
-        _check_engine_of((role,), judge.engine, judge, recipe=recipe, prefix=f"judge.{name}.")
+        _check_engine_of(judge.engine, prefix=f"judge.{name}.")
+        _check_engine_gpus(role, judge.engine, judge, recipe=recipe, prefix=f"judge.{name}.")
 
 
 def _list_chosen_judges(domain: DomainConfig) -> Iterator[tuple[str, Any]]:
@@ -756,9 +759,7 @@ def _list_chosen_judges(domain: DomainConfig) -> Iterator[tuple[str, Any]]:
         yield from (("options.calls_judges", name) for name in called)
 
 
-def _check_engine_of(
-    roles: Sequence[RoleName], engine: EngineConfig, model: ModelConfig, *, recipe: Recipe, prefix: str
-) -> None:
+def _check_engine_of(engine: EngineConfig, *, prefix: str) -> None:
     """Check one [engine] table; `prefix` is that of its settings in the recipe."""
     if engine.backend != "vllm" and engine.pipeline_parallel != 1:
         raise PlanError(
@@ -775,8 +776,12 @@ def _check_engine_of(
     _check_simulated(engine, prefix)
     _check_parser(f"{prefix}engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
     _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
-    for role in roles:
-        _check_engine_gpus(role, engine, model, recipe=recipe, prefix=prefix)
+
+
+def check_engine_gpus(recipe: Recipe) -> None:
+    """Check that the GPUs of the policy's engines can be divided as [engine] wants."""
+    for role in ENGINE_ROLES if recipe.has_prefill else ENGINE_ROLES[1:]:
+        _check_engine_gpus(role, recipe.engine, recipe.model, recipe=recipe, prefix="")
 
 
 def _check_engine_gpus(
@@ -784,6 +789,8 @@ def _check_engine_gpus(
 ) -> None:
     """Check that the GPUs of a worker can be divided as its [engine] table wants."""
     tiny, model_table = model.tiny, prefix or "model."
+    if engine.expert_parallel and model.has_no_experts:
+        raise PlanError(f"{prefix}engine.expert_parallel = true, and the model has no experts: remove it")
     gpus, table = recipe.role_resources(role).gpus_per_worker, name_role_resources(role)
     if engine.quantization != "none" and not gpus:
         raise PlanError(
@@ -816,6 +823,32 @@ def _check_engine_gpus(
             f"cannot be divided among the {per_stage} GPUs of a {role} worker's stage: set {table}.gpus_per_worker "
             f"to a number that divides both, times {prefix}engine.pipeline_parallel"
         )
+    if engine.backend == "vllm":
+        _check_experts(role, engine, shape, num_ranks=per_stage * engine.data_parallel, prefix=prefix)
+
+
+def _check_experts(
+    role: RoleName, engine: EngineConfig, shape: ModelArchitecture | None, *, num_ranks: int, prefix: str
+) -> None:
+    """Check that the ranks of a stage, in all copies of the model, can divide its experts, if the model is known."""
+    setting, table = f"{prefix}engine.expert_parallel", name_role_resources(role)
+    if engine.expert_parallel and num_ranks == 1:
+        raise PlanError(
+            f"{setting} = true, and a stage of a {role} worker has one rank, which has all experts: raise "
+            f"{table}.gpus_per_worker or {prefix}engine.data_parallel, or remove it"
+        )
+    if shape is None or divides_experts(shape, num_ranks, engine=engine):
+        return
+    if engine.expert_parallel:
+        raise PlanError(
+            f"{setting} = true, and {shape.num_experts} experts cannot be divided evenly among the {num_ranks} ranks "
+            f"of a {role} worker's stage: choose {table}.gpus_per_worker, over {prefix}engine.pipeline_parallel, or "
+            f"{prefix}engine.data_parallel so that the ranks are a divisor, or remove it"
+        )
+    raise PlanError(
+        f"the inner size {shape.expert_inner} of experts cannot be divided among the {num_ranks} ranks of a {role} "
+        f"worker's stage: set {setting} = true, or {table}.gpus_per_worker to a divisor"
+    )
 
 
 def _check_parser(setting: str, name: str, names: Collection[str]) -> None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.config.engine_speed import count_weight_bytes
+from hpcrl.config.engine_speed import count_copy_bytes
 from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
@@ -231,8 +231,10 @@ def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
     ]
     for role, model, engine in engines:
         if (num_params := model.num_weights) is not None:
-            gib = memory_model.compute_engine_gib(count_weight_bytes(engine, num_params, model.architecture))
-            found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights"))
+            weight_bytes = engine.data_parallel * count_copy_bytes(engine, num_params, model.architecture)
+            gib = memory_model.compute_engine_gib(weight_bytes)
+            copies = f" in {engine.data_parallel} copies" * (engine.data_parallel > 1)
+            found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights{copies}"))
     return found
 
 

@@ -2,13 +2,14 @@
 
 choose_engine_gpus  the recipe with numbers, and the reasons
 divides_heads       whether vLLM divides a model among GPUs
+divides_experts     whether it divides the experts evenly among ranks
 """
 
 from collections.abc import Iterator
 
 import msgspec
 
-from hpcrl.config.engine_speed import count_weight_bytes
+from hpcrl.config.engine_speed import count_copy_bytes
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.hardware.architecture import ModelArchitecture, read_max_context
@@ -47,6 +48,15 @@ def divides_heads(shape: ModelArchitecture, num_gpus: int) -> bool:
     return not shape.num_heads % num_gpus and (is_even or bool(shape.kv_rank))
 
 
+def divides_experts(shape: ModelArchitecture, num_ranks: int, *, engine: EngineConfig) -> bool:
+    """Return whether the ranks of a stage, in all copies, divide the experts evenly: whole ones, or the rows of each.
+
+    vLLM itself would give the first ranks one expert more than the others; they would decide memory and time of all.
+    """
+    divided = shape.num_experts if engine.expert_parallel else shape.expert_inner
+    return not shape.num_expert_layers or not divided % num_ranks
+
+
 def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str]:
     engine, shape = recipe.engine, recipe.model.architecture
     if recipe.role_resources(role).affinity == "cpu":
@@ -58,7 +68,7 @@ def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str
     if partition is None or gpu is None or shape is None or engine.backend == "embedded":
         return least, ""
     longest = recipe.max_context or read_max_context(recipe.model.config) or 0
-    numbers = list(_list_numbers(partition, shape, least=least, spans=may_span_nodes(role, recipe)))
+    numbers = list(_list_numbers(partition, shape, engine=engine, spans=may_span_nodes(role, recipe)))
     fitting = (num for num in numbers if _has_room(shape, gpu, num, engine=engine, longest=longest))
     num = next(fitting, numbers[-1] if numbers else least)
     if num == least:
@@ -70,12 +80,17 @@ def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str
     )
 
 
-def _list_numbers(partition: SitePartition, shape: ModelArchitecture, *, least: int, spans: bool) -> Iterator[int]:
+def _list_numbers(
+    partition: SitePartition, shape: ModelArchitecture, *, engine: EngineConfig, spans: bool
+) -> Iterator[int]:
     """Yield the numbers of GPUs of an engine, ascending: workers fill a node, or an engine fills several."""
-    per_node = partition.gpus_per_node
+    per_node, least = partition.gpus_per_node, engine.pipeline_parallel * engine.data_parallel
     on_nodes = range(2, MAX_SPANNED_NODES + 1) if spans else ()
     for num in [*range(1, per_node + 1), *(nodes * per_node for nodes in on_nodes)]:
-        if not num % least and (num > per_node or not per_node % num) and divides_heads(shape, num // least):
+        if num % least or (num <= per_node and per_node % num) or not divides_heads(shape, num // least):
+            continue
+        num_ranks = num // engine.pipeline_parallel
+        if divides_experts(shape, num_ranks, engine=engine) and not (engine.expert_parallel and num_ranks == 1):
             yield num
 
 
@@ -84,7 +99,7 @@ def _has_room(shape: ModelArchitecture, gpu: GpuModel, num: int, *, engine: Engi
     each_gib = gpu.memory_gib * num / engine.data_parallel
     num_ranks = num // engine.data_parallel
     kv_bytes = BYTES_BF16 * shape.kv_values_per_token * longest * max(1.0, num_ranks / _count_kv_heads(shape))
-    weight_bytes = count_weight_bytes(engine, shape.num_params, shape)
+    weight_bytes = count_copy_bytes(engine, shape.num_params, shape)
     fits = weight_bytes + kv_bytes <= each_gib * GIB * USABLE_SHARE
     return fits and compute_engine_gib(weight_bytes) <= each_gib
 

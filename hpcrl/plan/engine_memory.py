@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from hpcrl.config.engine_speed import count_weight_bytes, divide_engine_gpus, estimate_engine_speed
+from hpcrl.config.engine_speed import count_copy_bytes, divide_engine_gpus, estimate_engine_speed
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.config.site import Site
 from hpcrl.hardware.architecture import read_max_context
@@ -84,7 +84,7 @@ def _find_gpu_memory(role: RoleName, recipe: Recipe, choice: PartitionChoice, si
         role=role,
         gpu=gpu.name,
         usable_gib=round(gpu.memory_gib * USABLE_SHARE, 3),
-        weights_gib=round(count_weight_bytes(engine, shape.num_params, shape) / (tp * pp) / GIB, 3),
+        weights_gib=round(count_copy_bytes(engine, shape.num_params, shape) / (tp * pp) / GIB, 3),
         kv_tokens=speed.kv_tokens,
         longest=recipe.max_context or read_max_context(recipe.model.config) or 0,
     )

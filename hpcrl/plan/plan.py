@@ -24,7 +24,7 @@ from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
 from hpcrl.hardware.degrees import ParallelDegrees
-from hpcrl.plan.checks import check_recipe
+from hpcrl.plan.checks import check_engine_gpus, check_recipe
 from hpcrl.plan.components import (
     JobComponent,
     RewardJobPlan,
@@ -197,6 +197,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
     """Map roles to partitions, and check everything that can be checked before queueing."""
     check_recipe(recipe)
     recipe, engine_gpus = choose_engine_gpus(recipe, site)
+    check_engine_gpus(recipe)
     placement, site = _place_with_couriers(recipe, site)
     recipe, choices = placement.recipe, placement.choices
     components = _make_components(placement, site)

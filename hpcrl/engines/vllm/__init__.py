@@ -17,5 +17,6 @@ weight_plugin       new weights inside the server
 adapter_model       versions that are adapters, in the form of vLLM
 adapter_worker      the switch to them in its worker processes
 weight_route        the server's route that switches versions
+cpu_experts         experts that ranks divide, on CPUs
 weight_twin         a second copy of the weights, filled while the first serves
 """

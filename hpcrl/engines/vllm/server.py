@@ -102,6 +102,8 @@ class VllmLaunch:
     """The rank of the adapters that the server gets as versions; 0: it gets whole weights."""
     data_parallel: int = 1
     """Copies of the model, among which the server shares its requests."""
+    expert_parallel: bool = False
+    """The ranks of a stage have whole experts each."""
     group: EngineGroup | None = None
     """The parts of an engine over several nodes; None: it is on one."""
     node_rank: int = 0
@@ -162,6 +164,7 @@ class VllmLaunch:
             tensor_parallel=max(num_gpus // (engine.pipeline_parallel * engine.data_parallel), 1),
             pipeline_parallel=engine.pipeline_parallel,
             data_parallel=engine.data_parallel,
+            expert_parallel=engine.expert_parallel,
             quantization=QUANTIZATIONS[engine.quantization],
             lora_rank=lora_rank,
             num_cpus=role.cpus_per_worker,
@@ -202,7 +205,7 @@ def build_command(launch: VllmLaunch, *, scratch: Path, meeting: GroupMeeting | 
     args += ["--dtype", launch.dtype, "--max-num-seqs", str(launch.max_batch)]
     args += ["--tensor-parallel-size", str(launch.tensor_parallel)]
     args += ["--pipeline-parallel-size", str(launch.pipeline_parallel), "--disable-uvicorn-access-log"]
-    args += ["--seed", str(launch.seed)]
+    args += ["--seed", str(launch.seed), *(["--enable-expert-parallel"] if launch.expert_parallel else [])]
     args += [] if launch.quantization is None else ["--quantization", launch.quantization]
     args += _build_group_args(launch, meeting)
     if launch.max_model_len is not None:

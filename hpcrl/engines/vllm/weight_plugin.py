@@ -34,6 +34,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.lora.lora_model import LoRAModel
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.workers import WorkerPlace
@@ -105,9 +106,13 @@ class UpdateThreads:
 
 
 def register() -> None:
-    """Register the engine, continue the answers of others and bind stores; some processes call this more than once."""
+    """Register the engine and replace functions of vLLM; some processes call this more than once."""
     continue_answers()
     bind_stores()
+    if current_platform.is_cpu():
+        from hpcrl.engines.vllm.cpu_experts import enable_divided_experts
+
+        enable_divided_experts()
     if PLUGIN_NAME not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(PLUGIN_NAME, VersionEngine)
 

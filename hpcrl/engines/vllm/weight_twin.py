@@ -47,7 +47,7 @@ class ModelTwin:
         self._model.load_weights(iter(tensors))
         finalize_layerwise_reload(self._model, model_config)
         for layer in self._model.modules():
-            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            kernel = _find_expert_kernel(layer)
             if kernel is not None:  # vLLM packs experts for the processor only when it loads them for the first time
                 kernel.fused_experts.process_weights_after_loading(layer)
 
@@ -113,11 +113,21 @@ class ModelTwin:
             {name: _make_outline(tensor) for name, tensor in params.items()},
             {name: _make_outline(tensor) for name, tensor in buffers.items()},
         )
+        if _find_expert_kernel(layer) is not None:  # packing may add rows, which no version has
+            for name, tensor in params.items():
+                parameter = twin._parameters[name]
+                assert parameter is not None
+                parameter.data = parameter.new_empty(tensor.shape)
 
     def _copy_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor not in self._tensors:
             self._tensors[tensor] = _wrap_like(tensor, tensor.data.clone())
         return self._tensors[tensor]
+
+
+def _find_expert_kernel(layer: torch.nn.Module) -> Any:
+    """Return the kernel of a layer of experts; None of another layer."""
+    return getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
 
 
 def _wrap_like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,36 @@ def test_stages_divide_the_gpus_of_an_engine() -> None:
     assert divide_engine_gpus(PLAIN, num_gpus=0) == (1, 1)
 
 
+EXPERTS = read_model_shape(MODEL_CONFIGS["Qwen/Qwen3-30B-A3B"])
+
+
+def test_copies_of_the_model_read_and_hold_their_part_of_the_experts() -> None:
+    """Those that the tokens of all copies choose."""
+    copies = msgspec.structs.replace(PLAIN, data_parallel=2)
+    one = estimate_engine_speed(PLAIN, gpu=GPU_CATALOGUE["h100"], shape=EXPERTS, num_gpus=2)
+    two = estimate_engine_speed(copies, gpu=GPU_CATALOGUE["h100"], shape=EXPERTS, num_gpus=4)
+    dense_s, expert_s = (2 * num * one.byte_s for num in (EXPERTS.num_dense, EXPERTS.num_expert))
+    covered = [1 - (1 - 8 / 128) ** batch for batch in (16, 32)]
+    assert one.base_step_s(16) - one.step_s == pytest.approx(dense_s + expert_s * covered[0])
+    assert two.base_step_s(32) - two.step_s == pytest.approx(dense_s + expert_s * covered[1] / 2)
+    assert two.kv_tokens - 2 * one.kv_tokens == pytest.approx(
+        EXPERTS.num_expert * 2 / EXPERTS.kv_bytes_per_token, abs=4
+    )
+
+
+def test_tokens_of_copies_travel_to_the_experts_and_back() -> None:
+    """As a sum over all GPUs does once, however many copies there are; the work of a token is divided."""
+    gpu = GPU_CATALOGUE["h100"]
+    assert gpu.link_gb_per_s is not None
+    one = estimate_engine_speed(PLAIN, gpu=gpu, shape=EXPERTS, num_gpus=1)
+    for num in (2, 4):
+        copies = msgspec.structs.replace(PLAIN, data_parallel=num)
+        several = estimate_engine_speed(copies, gpu=gpu, shape=EXPERTS, num_gpus=num)
+        travel_s = gpu.fit.link * 48 * 2048 * 2 / (gpu.link_gb_per_s * 1e9)
+        assert several.token_s == pytest.approx(one.token_s / num + travel_s)
+        assert several.row_s == pytest.approx(one.row_s / num + travel_s)
+
+
 def test_copies_of_the_model_share_the_requests_of_a_worker() -> None:
     """A worker with two copies decodes twice the batch of a worker with one in the same time, on twice the GPUs."""
     copies = msgspec.structs.replace(PLAIN, data_parallel=2)

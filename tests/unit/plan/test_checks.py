@@ -223,6 +223,58 @@ def test_copies_and_rounded_weights_need_the_gpus_for_them() -> None:
     check_recipe(make_recipe(*vllm, "engine.data_parallel=2", "engine.quantization=fp8"))
 
 
+EXPERTS = (
+    *("model.config.model_type=qwen3_moe", "model.config.hidden_size=256", "model.config.intermediate_size=512"),
+    *("model.config.num_hidden_layers=2", "model.config.num_attention_heads=8", "model.config.num_key_value_heads=4"),
+    *("model.config.vocab_size=1000", "model.config.num_experts=12", "model.config.num_experts_per_tok=2"),
+    *("model.config.moe_intermediate_size=64", "engine.backend=vllm", "resources.prefill.num_workers=0"),
+    *("model.tiny.num_heads=24", "model.tiny.hidden_size=96"),
+)
+WHOLE = "engine.expert_parallel=true"
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            (*EXPERTS, "resources.decode.gpus_per_worker=1"),
+            "one rank, which has all experts: raise resources.decode.gpus",
+        ),
+        ((*EXPERTS, "resources.decode.gpus_per_worker=0"), "one rank, which has all experts"),
+        (
+            (*EXPERTS, "resources.decode.gpus_per_worker=2", "engine.pipeline_parallel=2"),
+            "one rank, which has all experts",
+        ),
+        (
+            (*EXPERTS, "resources.decode.gpus_per_worker=8"),
+            "12 experts cannot be divided evenly among the 8 ranks of a decode worker's stage",
+        ),
+        (
+            (*EXPERTS, "resources.decode.gpus_per_worker=16", "engine.data_parallel=2", "engine.pipeline_parallel=2"),
+            "12 experts cannot be divided evenly among the 8 ranks",
+        ),
+        (("engine.backend=vllm", "engine.data_parallel=2"), "true, and the model has no experts: remove it"),
+        ((*EXPERTS, "model.config.num_experts=0", "engine.data_parallel=2"), "the model has no experts: remove it"),
+        ((*EXPERTS, 'engine.backend="embedded"'), "engine.expert_parallel = True cannot act with engine.backend"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(settings: tuple[str, ...], problem: str) -> None:
+    assert problem in refuse_plan(*settings, WHOLE)
+
+
+def test_experts_are_divided_over_all_copies_of_the_model_whole_or_by_rows() -> None:
+    for settings in (
+        ("resources.decode.gpus_per_worker=4",),
+        ("resources.decode.gpus_per_worker=4", "engine.data_parallel=4"),
+        ("resources.decode.gpus_per_worker=8", "engine.data_parallel=2", "engine.pipeline_parallel=2"),
+        ("resources.decode.gpus_per_worker=0", "engine.data_parallel=3"),
+    ):
+        check_recipe(make_recipe(*EXPERTS, WHOLE, *settings))
+    rows = ("resources.decode.gpus_per_worker=12", "engine.data_parallel=3")
+    assert "the inner size 64 of experts cannot be divided among the 12 ranks" in refuse_plan(*EXPERTS, *rows)
+    check_recipe(make_recipe(*EXPERTS, *rows, WHOLE))
+
+
 def test_weights_that_would_be_rounded_twice_are_refused() -> None:
     twice = ('engine.backend="vllm"', 'engine.dtype="float16"', 'train.publish_dtype="bfloat16"')
     assert 'train.publish_dtype = "bfloat16" and engine.dtype = "float16" would round each weight twice' in refuse_plan(

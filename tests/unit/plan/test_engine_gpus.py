@@ -49,6 +49,20 @@ def test_an_engine_has_the_fewest_gpus_that_hold_its_model_and_a_conversation(
     assert choose(model, *settings, gpu=gpu, num=num)[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "gpu", "expected"),
+    [
+        (("engine.expert_parallel=true",), "h200", 2),  # one would have all experts
+        (("engine.data_parallel=2",), "a100-40", 2),  # the copies divide 54 GiB of experts, and have 3 GiB besides
+        (("engine.data_parallel=2", "engine.expert_parallel=true"), "a100-40", 2),
+    ],
+)
+def test_copies_that_divide_experts_need_less_than_whole_ones(
+    settings: tuple[str, ...], gpu: str, expected: int
+) -> None:
+    assert choose("Qwen/Qwen3-30B-A3B", LONG, *settings, gpu=gpu)[0] == expected
+
+
 def test_the_plan_gives_the_reason_of_more_than_the_least() -> None:
     assert choose("Qwen/Qwen3-32B", LONG, gpu="h100")[1] == (
         "a decode worker has 2 GPUs, the fewest that hold 32.8 billion weights and the KV of 32768 tokens and divide "

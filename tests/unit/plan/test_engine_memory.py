@@ -2,8 +2,9 @@
 
 import pytest
 
-from hpcrl.config.engine_speed import count_weight_bytes
+from hpcrl.config.engine_speed import count_copy_bytes
 from hpcrl.config.recipe import EngineConfig
+from hpcrl.errors import PlanError
 from hpcrl.hardware.architecture import read_architecture
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
@@ -47,7 +48,7 @@ def test_rounded_weights_take_half_but_for_embeddings_and_head() -> None:
     assert rounded.weights_gib * 4 * GIB == pytest.approx(QWEN3_32B.num_params + precise, rel=1e-3)
     assert rounded.weights_gib < 0.53 * plain.weights_gib
     assert rounded.kv_tokens > plain.kv_tokens
-    assert count_weight_bytes(EngineConfig(backend="vllm", quantization="fp8"), 10, None) == 10
+    assert count_copy_bytes(EngineConfig(backend="vllm", quantization="fp8"), 10, None) == 10
 
 
 def test_each_copy_of_the_model_has_its_weights() -> None:
@@ -56,6 +57,44 @@ def test_each_copy_of_the_model_has_its_weights() -> None:
         find_memory("engine.data_parallel=2", "resources.decode.gpus_per_worker=4")["decode"],
     )
     assert two.weights_gib == pytest.approx(2 * one.weights_gib)
+
+
+def find_expert_memory(*settings: str) -> EngineMemory:
+    plan = plan_recipe(
+        "resources.decode.gpus_per_worker=4", 'engine.backend="vllm"', *settings, site="jupiter", recipe="qwen3-30b-a3b"
+    )
+    (memory,) = [memory for memory in plan.engine_memory if memory.role == "decode"]
+    return memory
+
+
+@pytest.mark.parametrize("expert_parallel", ["false", "true"])
+def test_copies_of_the_model_divide_its_experts_and_nothing_else(expert_parallel: str) -> None:
+    """The 4 GPUs have a quarter of the experts each; those of a copy share its other weights."""
+    shape = read_architecture(MODEL_CONFIGS["Qwen/Qwen3-30B-A3B"])
+    num_other = shape.num_params - shape.num_expert_params
+    for num_copies in (1, 2, 4):
+        settings = (f"engine.expert_parallel={expert_parallel}", f"engine.data_parallel={num_copies}")
+        memory = find_expert_memory(*settings)
+        num_held = shape.num_expert_params / 4 + num_other * num_copies / 4
+        assert memory.weights_gib == pytest.approx(2 * num_held / GIB, abs=1e-3)
+        kv_copies = max(1, 4 // num_copies // shape.num_kv_heads)
+        kv_gib = memory.kv_tokens * 2 * shape.kv_values_per_token * kv_copies / 4 / GIB
+        assert memory.weights_gib + kv_gib == pytest.approx(memory.usable_gib, rel=1e-3)
+
+
+def test_stages_divide_the_experts_of_copies_further() -> None:
+    flat, staged = (
+        find_expert_memory("engine.data_parallel=2", *more) for more in ((), ("engine.pipeline_parallel=2",))
+    )
+    assert staged.weights_gib == pytest.approx(flat.weights_gib, abs=1e-3)
+
+
+def test_a_worker_has_memory_for_all_its_copies() -> None:
+    """Four copies of 61 GiB and a quarter of the memory for KV are 325 GiB, which four GPUs of 80 do not have."""
+    settings = ("resources.decode.gpus_per_worker=4", "resources.prefill.num_workers=0", 'engine.backend="vllm"')
+    plan_recipe(*settings, site="perlmutter", recipe="qwen3-32b")
+    with pytest.raises(PlanError, match=r"needs 325 GiB for 32\.8 billion weights in 4 copies and has 320 GiB"):
+        plan_recipe(*settings, "engine.data_parallel=4", site="perlmutter", recipe="qwen3-32b")
 
 
 def test_nodes_that_roles_share_are_shown_once_with_the_trainer() -> None:

@@ -263,6 +263,14 @@ def test_rounded_weights_and_copies_of_the_recipe_become_arguments(tmp_path: Pat
     assert (pairs["--tensor-parallel-size"], pairs["--data-parallel-size"]) == ("2", "2")
 
 
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_whole_experts_of_ranks_become_an_argument(tmp_path: Path, expert_parallel: bool) -> None:
+    role = msgspec.structs.replace(plan_recipe(recipe="quickstart-vllm").role("decode"), gpus_per_worker=8)
+    engine = EngineConfig(backend="vllm", expert_parallel=expert_parallel)
+    launch = VllmLaunch.from_config(engine, role=role, model=tmp_path, log=tmp_path)
+    assert ("--enable-expert-parallel" in build_command(launch, scratch=tmp_path)) == expert_parallel
+
+
 LLAMA_8B = {"num_hidden_layers": 32, "hidden_size": 4096, "num_key_value_heads": 8, "intermediate_size": 14336}
 
 
