@@ -437,6 +437,7 @@ def _add_engine_points(
             shape=shape,
             tp=tp,
             pp=pp,
+            num_copies=recipe.engine.data_parallel,
             batch=event.running / max(event.busy_share, 0.01) / recipe.engine.data_parallel,
             num_context=lengths.num_context,
             num_prefilled=lengths.num_fresh,

@@ -43,8 +43,10 @@ class ServingPoint:
     shape: ModelShape
     tp: int = 1
     pp: int = 1
+    num_copies: int = 1
+    """Copies of the model, which divide its experts."""
     batch: float
-    """Sequences that are decoded together."""
+    """Sequences that are decoded together, by each copy."""
     num_context: float
     """Tokens of KV of each."""
     num_prefilled: float
@@ -70,10 +72,11 @@ class StepPoint:
 
 def estimate_token_s(point: ServingPoint, fit: RooflineFit | None = None) -> float:
     """Return the time of a decode step, with the prefills of other sequences in between."""
-    speed = estimate_speed(point.gpu, shape=point.shape, tp=point.tp, pp=point.pp, fit=fit)
+    num = point.num_copies
+    speed = estimate_speed(point.gpu, shape=point.shape, tp=point.tp, pp=point.pp, num_copies=num, fit=fit)
     others = max(0.0, point.batch - 1) / point.num_new
-    prefill_s = speed.prefill_s(point.num_prefilled, num_known=point.num_known)
-    return speed.decode_s(point.batch, num_kv=point.batch * point.num_context) + others * prefill_s
+    prefill_s = num * speed.prefill_s(point.num_prefilled, num_known=point.num_known)  # one in each copy
+    return speed.decode_s(num * point.batch, num_kv=num * point.batch * point.num_context) + others * prefill_s
 
 
 def find_peak_token_s(point: ServingPoint) -> float:

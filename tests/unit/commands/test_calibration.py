@@ -220,6 +220,11 @@ def test_an_engine_of_a_campaign_has_its_stages_and_the_gpus_of_all_its_nodes(ma
     assert (point.tp, point.pp) == (4, 2)
 
 
+def test_a_copy_of_the_model_in_an_engine_has_its_share_of_the_requests(make_campaign):
+    point = read_one_point(make_campaign, "engine.data_parallel=2")
+    assert (point.tp, point.num_copies, point.batch) == (2, 2, 4.0)
+
+
 def test_an_engine_of_a_campaign_has_weights_of_the_bytes_that_the_recipe_asks_for(make_campaign):
     assert (
         read_one_point(make_campaign, "engine.quantization=fp8", "engine.pipeline_parallel=2").shape.weight_bytes == 1

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, read_model_shape
+from hpcrl.hardware.cost_model import TrainingWork, estimate_speed, estimate_step_s, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, RooflineFit
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.hardware.speed_fit import (
@@ -50,6 +50,22 @@ def test_the_fit_finds_the_coefficients_that_made_the_measurements():
     assert {name: found[name] for name in wanted if name != "train"} == pytest.approx(
         {name: wanted[name] for name in wanted if name != "train"}, rel=0.2
     )
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_a_server_of_two_copies_takes_the_time_of_their_batches_together(shape):
+    """Copies of a dense model are as two servers; those of one with experts read half of them."""
+    point, alone = (
+        ServingPoint(
+            gpu=GPU_CATALOGUE["h100"], shape=shape, num_copies=num_copies, batch=16, num_context=1000,
+            num_prefilled=500, num_new=100, token_s=1.0,
+        )
+        for num_copies in (2, 1)
+    )  # fmt: skip
+    pair = estimate_speed(point.gpu, shape=shape, num_copies=2)
+    prefill_s = 15 / 100 * 2 * pair.prefill_s(500)
+    assert estimate_token_s(point) == pytest.approx(pair.decode_s(32, num_kv=32_000) + prefill_s)
+    assert (estimate_token_s(point) == pytest.approx(estimate_token_s(alone))) == (not shape.num_experts)
 
 
 def test_a_fit_on_one_gpu_type_predicts_another():

@@ -262,6 +262,14 @@ def test_experts_that_ranks_cannot_divide_are_refused(settings: tuple[str, ...],
     assert problem in refuse_plan(*settings, WHOLE)
 
 
+def test_gpus_that_the_planner_chooses_are_checked_too() -> None:
+    """No number of GPUs that fill nodes of four divides seven experts."""
+    open_gpus = (*EXPERTS, WHOLE, "resources.decode.gpus_per_worker=auto")
+    assert plan_recipe(*open_gpus, site="perlmutter").role("decode").gpus_per_worker == 2
+    with pytest.raises(PlanError, match="a stage of a decode worker has one rank"):
+        plan_recipe(*open_gpus, "model.config.num_experts=7", site="perlmutter")
+
+
 def test_experts_are_divided_over_all_copies_of_the_model_whole_or_by_rows() -> None:
     for settings in (
         ("resources.decode.gpus_per_worker=4",),
