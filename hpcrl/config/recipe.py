@@ -516,6 +516,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """The weight of the entropy bonus in the loss."""
     moe_aux_coef: Annotated[float, Meta(ge=0)] = 0.0
     """The weight of the loss that balances the experts of each layer (docs/learning.md)."""
+    router_replay: bool = False
+    """Routers send each token to the experts that the engine's model chose for it (docs/learning.md); only the weights
+    of these experts are the trainer's own."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The largest norm of a gradient; a longer one is scaled down to it."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0

@@ -27,6 +27,8 @@ from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
+from hpcrl.spool.routed_experts import ExpertSpan
+
 T = TypeVar("T")
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -129,6 +131,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A waiting request with a smaller number goes first."""
     keep_kv_s: float = 0.0
     """The time to keep the KV of this turn: the trajectory's next turn is likely to come by then."""
+    experts_from: int | None = None
+    """The first of `token_ids` whose experts are to be reported, with those of all tokens after it; None: of none."""
     min_version: int = 0
     """The version of the weights that `generate` and `prefill` wait for, for a while: it is about to be loaded."""
 
@@ -148,6 +152,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """True if the handed-over KV was used."""
     top: list[dict[int, float]] = []
     """The likeliest tokens at each token's position with their log-probabilities, if requested."""
+    experts: list[ExpertSpan] = []
+    """The experts of tokens of prompt and answer, if requested; no pass has read the last token of the answer."""
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,6 +166,8 @@ class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Set in the last chunk only."""
     remote_prefill: bool = False
     top: list[dict[int, float]] = []
+    experts: list[ExpertSpan] = []
+    """The experts of tokens, up to the one before the last token of the chunk."""
 
 
 def convert_to_chunk(completion: Completion) -> CompletionChunk:
@@ -176,6 +184,7 @@ def join_chunks(chunks: Sequence[CompletionChunk]) -> Completion:
         finish_reason=(chunks[-1].finish_reason if chunks else None) or "aborted",
         remote_prefill=any(chunk.remote_prefill for chunk in chunks),
         top=_join_lists([chunk.top for chunk in chunks]),
+        experts=_join_lists([chunk.experts for chunk in chunks]),
     )
 
 

@@ -13,9 +13,11 @@
     make_packed_batches  rows -> micro-batches of one row each, which holds several rows in sequence
     MicroBatch           a micro-batch
     pad_to_shape         a micro-batch with more padding
+    pad_experts          its experts, likewise
     empty_micro_batch    a micro-batch without model tokens
 
-Legend: B rows of a micro-batch, T positions (padded on the right), N model tokens of a micro-batch, K turns
+Legend: B rows of a micro-batch, T positions (padded on the right), N model tokens of a micro-batch, K turns;
+with experts: L layers that have some, K experts of a token
 Dtypes: token ids int64, log-probs and advantages float32, masks bool
 
 Position t of a row predicts token t + 1. The shift is made in `_make_row`, and nowhere else.
@@ -31,6 +33,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hpcrl.spool.record import EpisodeTurn, Trajectory, TrajectoryFacts
+from hpcrl.spool.routed_experts import make_unknown
 from hpcrl.spool.rows import RowColumns, expand_row, list_row_turns, list_spans
 
 
@@ -49,6 +52,8 @@ class TrainingRow:
     """The weights that generated each predicted token."""
     teacher: NDArray[np.float32] | None = None
     """The log-probs under a teacher whose engine was asked."""
+    experts: NDArray[Any] | None = None
+    """The experts that engines sent each input token to (hpcrl.spool.routed_experts)."""
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -194,6 +199,7 @@ def _make_row(
         credit=credit_N,
         versions=row.versions[1:][model_positions],
         teacher=None if row.teacher_logprobs is None else row.teacher_logprobs[1:][model_positions],
+        experts=None if row.experts is None else row.experts[:end],
     )
 
 
@@ -214,6 +220,9 @@ class MicroBatch:
     """The log-probs under a teacher whose engine was asked; None unless all rows have them."""
     fresh_N: Tensor | None = None
     """True where the weights that the step starts from generated the token; None if their version is not known."""
+    experts_BTLK: Tensor | None = None
+    """The experts that engines sent each token to, in host memory: uint8 or int16, whose largest number and -1 mark a
+    token without a choice. None if no row has any."""
 
     @property
     def num_sequences(self) -> int:
@@ -230,8 +239,9 @@ class MicroBatch:
         return self.inputs_BT.numel()
 
     def to(self, device: torch.device | str) -> "MicroBatch":
+        """Return a copy on a device; experts stay in host memory until their pass, as they are larger than the rest."""
         moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
-        return MicroBatch(**moved)
+        return replace(MicroBatch(**moved), experts_BTLK=self.experts_BTLK)
 
 
 MIN_FILL_SHARE = 1 / 8
@@ -291,6 +301,7 @@ def _pad_rows(rows: Sequence[TrainingRow], *, version: int | None = None) -> Mic
     return MicroBatch(
         inputs_BT=torch.from_numpy(inputs_BT),
         mask_BT=torch.from_numpy(mask_BT),
+        experts_BTLK=_pad_experts(rows, length=shape[1]),
         **_concatenate_columns(rows, version=version),
     )
 
@@ -304,8 +315,37 @@ def _pack_rows(rows: Sequence[TrainingRow], *, version: int | None) -> MicroBatc
         inputs_BT=torch.from_numpy(inputs_T)[None],
         mask_BT=torch.from_numpy(mask_T)[None],
         positions_BT=torch.from_numpy(positions_T)[None],
+        experts_BTLK=_pack_experts(rows),
         **_concatenate_columns(rows, version=version),
     )
+
+
+def _pad_experts(rows: Sequence[TrainingRow], *, length: int) -> Tensor | None:
+    """Return the experts of rows of this length, with no choice for padding; None if no row has any."""
+    if (one := _find_experts(rows)) is None:
+        return None
+    padded_BTLK = make_unknown(len(rows) * length, like=one).reshape(len(rows), length, *one.shape[1:])
+    for index, row in enumerate(rows):
+        if row.experts is not None:
+            padded_BTLK[index, : len(row)] = row.experts
+    return _convert_experts(padded_BTLK)
+
+
+def _pack_experts(rows: Sequence[TrainingRow]) -> Tensor | None:
+    """Return the experts of rows that follow one another; None if no row has any."""
+    if (one := _find_experts(rows)) is None:
+        return None
+    parts = [make_unknown(len(row), like=one) if row.experts is None else row.experts for row in rows]
+    return _convert_experts(np.concatenate(parts)[None])
+
+
+def _find_experts(rows: Sequence[TrainingRow]) -> NDArray[Any] | None:
+    return next((row.experts for row in rows if row.experts is not None), None)
+
+
+def _convert_experts(experts_BTLK: NDArray[Any]) -> Tensor:
+    """Return a tensor of a type that torch computes with."""
+    return torch.from_numpy(experts_BTLK if experts_BTLK.dtype == np.uint8 else experts_BTLK.view(np.int16))
 
 
 def _concatenate_columns(rows: Sequence[TrainingRow], *, version: int | None) -> dict[str, Tensor]:
@@ -326,11 +366,19 @@ def _concatenate_columns(rows: Sequence[TrainingRow], *, version: int | None) ->
 def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
     """Add padding to a micro-batch, for schedules that need one shape for all."""
     padding = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
+    experts_BTLK = micro.experts_BTLK
     return replace(
         micro,
+        experts_BTLK=None if experts_BTLK is None else pad_experts(experts_BTLK, padding),
         inputs_BT=torch.nn.functional.pad(micro.inputs_BT, padding),
         mask_BT=torch.nn.functional.pad(micro.mask_BT, padding),
     )
+
+
+def pad_experts(experts_BTLK: Tensor, padding: Sequence[int]) -> Tensor:
+    """Add tokens without a choice; `padding` is that of a tensor of [B, T]."""
+    none = 0xFF if experts_BTLK.dtype == torch.uint8 else -1
+    return torch.nn.functional.pad(experts_BTLK, (0, 0, 0, 0, *padding), value=none)
 
 
 def empty_micro_batch() -> MicroBatch:

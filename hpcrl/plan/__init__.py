@@ -2,6 +2,7 @@
 
 plan        the plan, and make_plan
 checks      the consistency of a recipe
+router_replay  whether the experts that engines choose can be replayed
 demand      the cores and memory that a role needs on a node
 engine_gpus   the GPUs of an engine
 engine_nodes  engines that are larger than a node

@@ -49,6 +49,7 @@ from hpcrl.hardware.architecture import (
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.engine_gpus import divides_experts, divides_heads
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
+from hpcrl.plan.router_replay import find_replay_conflict
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
@@ -159,6 +160,8 @@ def _check_trainer(recipe: Recipe) -> None:
             f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "
             "remove it"
         )
+    if train.router_replay and (conflict := find_replay_conflict(recipe)) is not None:
+        raise PlanError(conflict)
     if train.offload and (train.sharding == "none" or ranks == 1):
         raise PlanError(
             f'train.offload = true with train.sharding = "{train.sharding}" and resources.train.num_workers = {ranks}: '

@@ -151,6 +151,7 @@ class EpisodePlayer:
             episode_timeout_s=domain.episode_timeout_s,
             env_retries=domain.env_retries,
             faults=list_fault_outcomes(domain),
+            records_experts=self.recipe.train.router_replay,
         )
 
 
@@ -168,7 +169,10 @@ class HeldOutPlayer:
         """Play an episode in its own environment: no version is too old for it."""
         recipe = self.player.recipe
         limits = msgspec.structs.replace(
-            self.player.limits(domain), max_lag=sys.maxsize, temperature=recipe.evaluation.temperature
+            self.player.limits(domain),
+            max_lag=sys.maxsize,
+            temperature=recipe.evaluation.temperature,
+            records_experts=False,
         )
         try:
             async with self.player.task_queue.reserve_slot(msgspec.structs.replace(task, domain=name)):

@@ -158,6 +158,7 @@ def _open_embedded_engine(
         store=source,
         max_batch=context.recipe.engine.max_batch,
         fetch_kv=make_kv_fetcher(session),
+        records_experts=context.recipe.train.router_replay,
     )
 
 

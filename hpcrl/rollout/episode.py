@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from hpcrl.config.recipe import MAX_REWARD
 from hpcrl.engines.base import Completion, GenerateRequest
@@ -41,6 +42,7 @@ from hpcrl.spool.outcome import (
     is_too_old,
 )
 from hpcrl.spool.record import ConversationRow, EpisodeTurn, Trajectory
+from hpcrl.spool.routed_experts import join_experts, place_span
 from hpcrl.spool.status import EpisodeStatus
 
 T = TypeVar("T")
@@ -82,6 +84,8 @@ class EpisodeLimits(msgspec.Struct, frozen=True, kw_only=True):
     env_retries: int = 2
     faults: frozenset[str] = frozenset()
     """The outcomes of the policy's failures that this domain treats as faults."""
+    records_experts: bool = False
+    """Ask engines for the experts that tokens were sent to, which training replays."""
     first_pause_s: float = 0.5
     """The pause before the first new attempt after a fault; it doubles each time."""
 
@@ -227,6 +231,12 @@ class _TrajectoryBuilder:
         """The rows before the last, whose end is not known yet."""
         self._shares = 0
         """The tokens that the last row shares with the one before."""
+        self._places: list[int] = []
+        """The position in the columns of each token of the conversation."""
+        self._reports: list[tuple[NDArray[np.intp], NDArray[Any]]] = []
+        """The experts that engines reported, with the positions of their tokens."""
+        self.num_read = 0
+        """The first tokens of the conversation whose experts were reported."""
 
     @property
     def row(self) -> int:
@@ -238,7 +248,8 @@ class _TrajectoryBuilder:
         if prompt.num_kept < len(self.context_ids):
             self._rows.append(self._end_row())
             self._shares = prompt.num_kept
-            del self.context_ids[prompt.num_kept :]
+            del self.context_ids[prompt.num_kept :], self._places[prompt.num_kept :]
+            self.num_read = min(self.num_read, prompt.num_kept)
         num = len(prompt.new_ids)
         self._add(prompt.new_ids, logprobs=[0.0] * num, versions=[0] * num, is_reply=False)
 
@@ -258,6 +269,9 @@ class _TrajectoryBuilder:
         earlier = [self.start_version] if self._turns else []
         self.start_version = min([*earlier, *completion.versions], default=self.start_version)
         self._add(completion.token_ids, logprobs=completion.logprobs, versions=completion.versions, is_reply=True)
+        for span in completion.experts:
+            self._reports.append(place_span(span, self._places))
+            self.num_read = max(self.num_read, span.end)
 
     @property
     def num_turns(self) -> int:
@@ -279,6 +293,7 @@ class _TrajectoryBuilder:
                 f"episode {self.id}: the engine returned {len(token_ids)} tokens, {len(logprobs)} log-probabilities "
                 f"and {len(versions)} versions: one of each per token is needed"
             )
+        self._places += range(len(self.token_ids), len(self.token_ids) + len(token_ids))
         self.context_ids += token_ids
         self.token_ids += token_ids
         self._logprobs += logprobs
@@ -303,6 +318,7 @@ class _TrajectoryBuilder:
             logprobs=np.array(self._logprobs, dtype=np.float32),
             versions=np.array(self._versions, dtype=np.int32),
             loss_mask=np.array(self._mask, dtype=np.bool_),
+            experts=join_experts(len(self.token_ids), self._reports),
             turns=self._turns,
             rows=[*self._rows, self._end_row()] if self._rows else [],
             reset_s=self.reset_s,
@@ -432,6 +448,7 @@ class _EpisodeAttempt:
             seed=stable_hash(builder.task.seed, builder.id, self._number, turn, bits=63),
             stop_token_ids=list(self._layout.stop_token_ids),
             min_version=0 if turn else self._needed_version,
+            experts_from=builder.num_read if limits.records_experts else None,
         )
 
 

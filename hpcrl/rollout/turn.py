@@ -16,6 +16,7 @@ from hpcrl.engines.base import Completion, CompletionChunk, GenerateRequest, con
 from hpcrl.errors import EngineError, EngineRequestError
 from hpcrl.rollout.tasks import stable_hash
 from hpcrl.spool.ids import make_request_id
+from hpcrl.spool.routed_experts import find_span_end
 
 MAX_INTERRUPTIONS = 8
 """The number of times that one turn is continued after an engine interrupted it."""
@@ -81,6 +82,7 @@ def _remaining_request(request: GenerateRequest, chunks: list[CompletionChunk], 
         max_new_tokens=request.max_new_tokens - len(generated),
         seed=stable_hash(request.seed, attempt, bits=63),
         num_answered=request.num_answered + len(generated),
+        experts_from=find_span_end([span for chunk in chunks for span in chunk.experts], request.experts_from),
     )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpcrl.config.recipe import Compression
 from hpcrl.errors import SpoolError
-from hpcrl.spool.record import COLUMNS, OPTIONAL_COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
+from hpcrl.spool.record import COLUMNS, EXPERTS, OPTIONAL_COLUMNS, SCHEMA_MAJOR, SCHEMA_MINOR
 
 FORMAT = "hpcrl trajectories"
 USER_BLOCK = 2048
@@ -31,7 +31,9 @@ USER_BLOCK = 2048
 ALIGNMENT = 8
 """The alignment of every column in bytes, so that a mapped column is an aligned array."""
 METADATA_NAME = "metadata"
-ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType({**COLUMNS, **OPTIONAL_COLUMNS, "offsets": np.dtype(np.int64)})
+ARRAYS: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {**COLUMNS, **OPTIONAL_COLUMNS, EXPERTS: np.dtype(np.uint8), "offsets": np.dtype(np.int64)}
+)
 COLUMN_CHUNK_BYTES = 1 << 20
 
 _NO_ADDRESS = b"\xff" * 8

@@ -12,13 +12,14 @@
     COLUMNS                      the per-token columns and their types
     OPTIONAL_COLUMNS             those that a trajectory may lack
     ALL_COLUMNS                  both
+    EXPERTS                      the column of experts, which has several numbers for each token
     SCHEMA_MAJOR, SCHEMA_MINOR    the version of the schema
 
 Shape: `token_ids` is the input and the output of the model, in order; the other per-token columns have the same
 length. `loss_mask` is True for tokens that the model generated and that are trained; `logprobs` and `versions` are 0
-where the model generated nothing. `teacher_logprobs` are NaN where no teacher's engine was asked. An episode with
-several conversations has `rows`, whose tokens are stored one after another without what a row shares with an earlier
-one: `hpcrl.spool.rows` puts them together.
+where the model generated nothing. `teacher_logprobs` are NaN where no teacher's engine was asked. `experts` has several
+numbers for each token, and no export has it. An episode with several conversations has `rows`, whose tokens are stored
+one after another without what a row shares with an earlier one: `hpcrl.spool.rows` puts them together.
 
 Schema: a newer minor version may add facts (of the episode or of a turn); a reader without them keeps
 them in `extra` and writes them back. A new column or a new status needs a new major version.
@@ -35,10 +36,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcrl.errors import SpoolError
+from hpcrl.spool.routed_experts import EXPERT_DTYPES
 from hpcrl.spool.status import TRAINABLE as TRAINABLE
 from hpcrl.spool.status import EpisodeStatus
 
-SCHEMA_MAJOR = 3
+SCHEMA_MAJOR = 4
 SCHEMA_MINOR = 0
 
 MASK_REASONS = {
@@ -126,6 +128,8 @@ class Trajectory(TrajectoryFacts, frozen=True, kw_only=True, eq=False):
     loss_mask: NDArray[np.bool_]
     teacher_logprobs: NDArray[np.float32] | None = None
     """The log-probs of the trained tokens under the model of a teacher's engine; NaN elsewhere."""
+    experts: NDArray[Any] | None = None
+    """The experts that engines sent each token to, for `train.router_replay` (hpcrl.spool.routed_experts)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -139,6 +143,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 }
 OPTIONAL_COLUMNS: dict[str, np.dtype[Any]] = {"teacher_logprobs": np.dtype(np.float32)}
 ALL_COLUMNS = {**COLUMNS, **OPTIONAL_COLUMNS}
+EXPERTS = "experts"
 _FACT_NAMES = tuple(name for name in TrajectoryFacts.__struct_fields__ if name != "extra")
 _TURN_FACT_NAMES = frozenset(EpisodeTurn.__struct_fields__) - {"extra"}
 _FACTS_DECODER = msgspec.json.Decoder(TrajectoryFacts, strict=False)
@@ -167,6 +172,8 @@ def pack_trajectory(trajectory: Trajectory) -> PackedTrajectory:
     """
     names = (*COLUMNS, *(name for name in OPTIONAL_COLUMNS if getattr(trajectory, name) is not None))
     columns = {name: _check_column(trajectory, name) for name in names}
+    if trajectory.experts is not None:
+        columns[EXPERTS] = _check_experts(trajectory)
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise SpoolError(f"trajectory {trajectory.id!r} has columns of unequal length {lengths}: one entry per token")
@@ -246,6 +253,17 @@ def _check_column(trajectory: Trajectory, name: str) -> NDArray[Any]:
         raise SpoolError(
             f"trajectory {trajectory.id!r}: {name} is {seen}, not a {dtype} array of one dimension: "
             f"make it with np.asarray(..., np.{dtype})"
+        )
+    return np.ascontiguousarray(column)
+
+
+def _check_experts(trajectory: Trajectory) -> NDArray[Any]:
+    column = trajectory.experts
+    if not isinstance(column, np.ndarray) or column.ndim != 3 or column.dtype not in EXPERT_DTYPES:
+        seen = f"{column.dtype} {column.shape}" if isinstance(column, np.ndarray) else type(column).__name__
+        raise SpoolError(
+            f"trajectory {trajectory.id!r}: experts is {seen}, not an array of tokens, layers and places of uint8 or "
+            "uint16: make it with hpcrl.spool.routed_experts"
         )
     return np.ascontiguousarray(column)
 

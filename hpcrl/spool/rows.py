@@ -59,6 +59,7 @@ class RowColumns:
     versions: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
     teacher_logprobs: NDArray[np.float32] | None = None
+    experts: NDArray[Any] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -76,7 +77,7 @@ def list_spans(trajectory: Trajectory) -> list[RowSpan]:
 def expand_row(trajectory: Trajectory, number: int, *, spans: Sequence[RowSpan] | None = None) -> RowColumns:
     """Return the columns of a row; those of a record without rows are views. `spans`: for callers with many rows."""
     if not trajectory.rows:
-        names = ("token_ids", "logprobs", "versions", "loss_mask", "teacher_logprobs")
+        names = ("token_ids", "logprobs", "versions", "loss_mask", "teacher_logprobs", "experts")
         return RowColumns(**{name: getattr(trajectory, name) for name in names})
     parts = list_parts(list_spans(trajectory) if spans is None else spans, number)
 
@@ -91,6 +92,7 @@ def expand_row(trajectory: Trajectory, number: int, *, spans: Sequence[RowSpan] 
         versions=join(trajectory.versions),
         loss_mask=loss_mask,
         teacher_logprobs=None if trajectory.teacher_logprobs is None else join(trajectory.teacher_logprobs),
+        experts=None if trajectory.experts is None else join(trajectory.experts),
     )
 
 

@@ -12,6 +12,7 @@ The layout of a file, in order:
     bytes of HDF5: the structures that every HDF5 tool needs to find the datasets by name
     /token_ids, /logprobs, /versions, /loss_mask: per-token columns of all trajectories, one after another
     /teacher_logprobs: another, if any of them has it
+    /experts: the bytes of the experts that tokens were sent to, likewise; the index has their type and shape
     /offsets: trajectory i has the tokens offsets[i] to offsets[i+1]
     /metadata: the facts: one JSON array, an object per trajectory and line
 
@@ -40,6 +41,7 @@ from hpcrl.spool import hdf5
 from hpcrl.spool.hdf5 import ARRAYS, FORMAT, METADATA_NAME, USER_BLOCK
 from hpcrl.spool.record import (
     COLUMNS,
+    EXPERTS,
     OPTIONAL_COLUMNS,
     SCHEMA_MAJOR,
     SCHEMA_MINOR,
@@ -50,6 +52,7 @@ from hpcrl.spool.record import (
     pack_trajectory,
     parse_facts,
 )
+from hpcrl.spool.routed_experts import EXPERT_DTYPES, make_unknown
 from hpcrl.system.files import staged_path
 
 _MAGIC = FORMAT.encode() + b"\n"
@@ -59,6 +62,10 @@ _NEWLINE = ord("\n")
 _UNREADABLE = (OSError, KeyError, IndexError, ValueError, TypeError, AttributeError, RuntimeError, msgspec.MsgspecError)
 
 
+_ExpertNumbers = tuple[str, int, int]
+"""The type of the numbers of experts, and the layers and places that a token has in them."""
+
+
 class _ColumnEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The entry of one dataset in the index."""
 
@@ -66,6 +73,8 @@ class _ColumnEntry(msgspec.Struct, frozen=True, kw_only=True):
     xxh3_128: str
     at: int | None
     """The offset of its first byte in the file; None if it is compressed."""
+    numbers: _ExpertNumbers | None = None
+    """Set for the column of experts."""
 
 
 class _SegmentIndex(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,7 +172,7 @@ def draft_packed(
     make = (
         _make_plain_file if compression == "none" else functools.partial(_make_compressed_file, compression=compression)
     )
-    buffers = make(columns, num_trajectories=len(batch))
+    buffers = make(columns, num_trajectories=len(batch), numbers=_describe_experts(batch))
     with _convert_os_errors(path), contextlib.ExitStack() as stack:
         temporary = stack.enter_context(staged_path(path))
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -219,7 +228,26 @@ def _collect_columns(batch: Sequence[PackedTrajectory]) -> dict[str, ByteBuffers
     for name, dtype in OPTIONAL_COLUMNS.items():
         if any(name in packed.columns for packed in batch):
             columns[name] = _view_bytes(_get_optional_column(packed, name, dtype) for packed in batch)
+    if (one := next((packed.columns[EXPERTS] for packed in batch if EXPERTS in packed.columns), None)) is not None:
+        columns[EXPERTS] = _view_bytes(_get_experts(packed, like=one) for packed in batch)
     return columns
+
+
+def _get_experts(packed: PackedTrajectory, *, like: NDArray[Any]) -> NDArray[Any]:
+    """Return the experts of a trajectory; none are known of one that has none."""
+    column = packed.columns.get(EXPERTS)
+    return make_unknown(len(packed.columns["token_ids"]), like=like) if column is None else column
+
+
+def _describe_experts(batch: Sequence[PackedTrajectory]) -> _ExpertNumbers | None:
+    """Return the type and the shape of a token's experts, which all trajectories of a segment have."""
+    found = [packed.columns[EXPERTS] for packed in batch if EXPERTS in packed.columns]
+    kinds = sorted({(column.dtype.name, *column.shape[1:]) for column in found})
+    if len(kinds) > 1:
+        raise SpoolError(
+            f"a segment was to have experts of several models {kinds}: they are of one campaign, so of one"
+        )
+    return kinds[0] if kinds else None
 
 
 def _get_optional_column(packed: PackedTrajectory, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -242,14 +270,13 @@ def _view_bytes(parts: Iterable[Any]) -> ByteBuffers:
     return [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
 
 
-def _make_plain_file(columns: Mapping[str, ByteBuffers], *, num_trajectories: int) -> ByteBuffers:
+def _make_plain_file(
+    columns: Mapping[str, ByteBuffers], *, num_trajectories: int, numbers: _ExpertNumbers | None
+) -> ByteBuffers:
     """Return all bytes of a segment in order, without a copy."""
     sizes = {name: sum(map(len, buffers)) for name, buffers in columns.items()}
     own, places = hdf5.make_file_head({name: size // _get_item_size(name) for name, size in sizes.items()})
-    described = {
-        name: _ColumnEntry(num_bytes=sizes[name], xxh3_128=_hash_buffers(columns[name]), at=places[name])
-        for name in columns
-    }
+    described = {name: _describe_column(name, columns[name], at=places[name], numbers=numbers) for name in columns}
     body, end = [memoryview(own)], USER_BLOCK + len(own)
     for name, buffers in columns.items():
         body += [memoryview(bytes(places[name] - end)), *buffers]
@@ -258,14 +285,26 @@ def _make_plain_file(columns: Mapping[str, ByteBuffers], *, num_trajectories: in
 
 
 def _make_compressed_file(
-    columns: Mapping[str, ByteBuffers], *, num_trajectories: int, compression: Compression
+    columns: Mapping[str, ByteBuffers],
+    *,
+    num_trajectories: int,
+    numbers: _ExpertNumbers | None,
+    compression: Compression,
 ) -> ByteBuffers:
-    described = {
-        name: _ColumnEntry(num_bytes=sum(map(len, buffers)), xxh3_128=_hash_buffers(buffers), at=None)
-        for name, buffers in columns.items()
-    }
+    described = {name: _describe_column(name, buffers, at=None, numbers=numbers) for name, buffers in columns.items()}
     index = _make_index(described, num_trajectories=num_trajectories, own=b"")
     return [index, hdf5.compress_columns(columns, compression=compression)]
+
+
+def _describe_column(
+    name: str, buffers: ByteBuffers, *, at: int | None, numbers: _ExpertNumbers | None
+) -> _ColumnEntry:
+    return _ColumnEntry(
+        num_bytes=sum(map(len, buffers)),
+        xxh3_128=_hash_buffers(buffers),
+        at=at,
+        numbers=numbers if name == EXPERTS else None,
+    )
 
 
 def _make_index(columns: dict[str, _ColumnEntry], *, num_trajectories: int, own: bytes) -> memoryview:
@@ -323,9 +362,17 @@ def _decode_segment(path: Path, file: BinaryIO, *, verify: bool) -> Segment:
         _verify_checksums(mapped, index, raw)
     offsets = np.frombuffer(raw["offsets"], ARRAYS["offsets"])
     columns = {name: np.frombuffer(raw[name], ARRAYS[name]) for name in (*COLUMNS, *OPTIONAL_COLUMNS) if name in raw}
+    if EXPERTS in raw:
+        columns[EXPERTS] = _view_experts(raw[EXPERTS], index.columns[EXPERTS].numbers)
     facts = SegmentFacts(path, raw[METADATA_NAME])
     _check_shapes(index, facts, offsets, columns)
     return Segment(path, facts, offsets, columns)
+
+
+def _view_experts(raw: memoryview, numbers: _ExpertNumbers | None) -> NDArray[Any]:
+    if numbers is None or np.dtype(numbers[0]) not in EXPERT_DTYPES:
+        raise ValueError(f"the index gives {numbers} as the numbers of experts")
+    return np.frombuffer(raw, np.dtype(numbers[0])).reshape(-1, *numbers[1:])
 
 
 def _map_file(path: Path, file: BinaryIO) -> tuple[memoryview, _SegmentIndex]:
@@ -358,7 +405,9 @@ def _is_compressed(index: _SegmentIndex) -> bool:
 
 def _list_stored(index: _SegmentIndex) -> list[str]:
     """Return the datasets of a segment; only optional ones may be absent."""
-    return [name for name in (*ARRAYS, METADATA_NAME) if name in index.columns or name not in OPTIONAL_COLUMNS]
+    return [
+        name for name in (*ARRAYS, METADATA_NAME) if name in index.columns or name not in (*OPTIONAL_COLUMNS, EXPERTS)
+    ]
 
 
 def _read_columns(

@@ -15,6 +15,7 @@ token_model       a causal model that returns log-probs
 critic            the value model
 context_group     ranks that divide the positions of their rows
 expert_balance    the loss that balances the experts of a layer
+expert_replay     the experts that engines chose, in place of the trainer's choice
 spread_model      models of nodes whose data-parallel degree is not the trainer's
 optimizer         AdamW, as the recipe sets it, or the user's update
 megatron          the Megatron-core trainer

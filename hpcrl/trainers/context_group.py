@@ -73,7 +73,8 @@ class ContextGroup:
     def take(self, values_BT: Tensor) -> Tensor:
         """Return this rank's positions of a tensor, with zeros as padding."""
         length = values_BT.shape[1]
-        return pad(values_BT, (0, -length % self.size))[:, self._find_span(length)]
+        padding = (*(0, 0) * (values_BT.ndim - 2), 0, -length % self.size)
+        return pad(values_BT, padding)[:, self._find_span(length)]
 
     def _find_span(self, length: int) -> slice:
         size = -(-length // self.size)

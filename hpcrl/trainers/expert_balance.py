@@ -8,7 +8,6 @@ which is 1 if all experts are used alike, and E / K if all tokens use the same K
 probabilities. Tokens are those of a micro-batch without padding; layers are summed, as in Megatron.
 
     ExpertBalance           records what the routers of a model of transformers do
-    find_routers            the routers of such a model
     mark_row_tokens         the tokens of a micro-batch without padding
     compute_probabilities   the probabilities of experts, from a router's logits
     compute_balance         the loss of one layer
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.models.expert_routers import find_routers
 from hpcrl.trainers.context_group import WHOLE_CONTEXT, ContextGroup
 
 
@@ -106,9 +106,3 @@ def compute_balance(probabilities_ME: Tensor, chosen_ME: Tensor, valid_M: Tensor
     mean_E = (probabilities_ME * weight_M[:, None]).sum(0) / num_tokens
     balance: Tensor = (used_E / used_E.sum().clamp(min=1) * mean_E).sum()
     return len(own_E) * balance
-
-
-def find_routers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the router of each layer that has experts."""
-    gates = [each.gate for each in module.modules() if hasattr(each, "experts") and hasattr(each, "gate")]
-    return [gate for gate in gates if isinstance(gate, torch.nn.Module) and hasattr(gate, "top_k")]

@@ -39,6 +39,7 @@ from hpcrl.trainers.base import (
 from hpcrl.trainers.context_group import make_context_group
 from hpcrl.trainers.critic import Critic
 from hpcrl.trainers.expert_balance import ExpertBalance
+from hpcrl.trainers.expert_replay import ExpertReplay
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
     MinibatchTotals,
@@ -89,6 +90,7 @@ class TorchTrainer:
         self._precise_names = source.find_precise_names()
         self._config = module.config
         self._context = make_context_group(world, size=train.degrees.context, is_packed=train.rows == "packed")
+        self._replay = ExpertReplay(module, is_on=train.router_replay, context=self._context)
         self._balance = ExpertBalance(module, coef=train.moe_aux_coef, context=self._context)
         if train.lora_rank:
             add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
@@ -257,7 +259,7 @@ class TorchTrainer:
             return [[self._compute_column(module, micro) for micro in part] for part in minibatches]
 
     def _compute_column(self, module: Callable[..., Any], micro: MicroBatch) -> Tensor:
-        with watch_memory(micro):
+        with watch_memory(micro), self._replay.use(micro if module is self._policy else None):  # others did not act
             return compute_token_logprobs(module, micro, temperature=self._temperature)[0]
 
     def accumulate_gradient(
@@ -275,7 +277,11 @@ class TorchTrainer:
         for number, (micro, prior) in enumerate(zip(minibatch, priors, strict=True)):
             if number % check_interval == 0:
                 check()
-            with watch_memory(micro), self._policy.accumulation_context(last=number == last):
+            with (
+                watch_memory(micro),
+                self._replay.use(micro),  # also where the gradient computes layers again
+                self._policy.accumulation_context(last=number == last),
+            ):
                 with self._balance.watch(micro):
                     logprobs_N, entropy_N = compute_token_logprobs(
                         self._policy,

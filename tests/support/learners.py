@@ -13,8 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from hpcrl.campaign_dir.event_log import EventLog
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TrainConfig
+from hpcrl.hardware.architecture import read_architecture
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
+from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.testing import ranks
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
@@ -113,6 +115,18 @@ def batch(step=0, *, num_groups=3, size=4):
         for number in range(num_groups)
         for index in range(size)
     ]
+
+
+def replayed_batch(model_dir, step=0, **sizes):
+    """Make the same episodes with random experts for a model."""
+    shape = read_architecture(read_model_config(model_dir / "config.json").fields)
+    rng = np.random.default_rng(step)
+    found = []
+    for one in batch(step, **sizes):
+        scores = rng.random((len(one), shape.num_expert_layers, shape.num_experts))
+        experts = scores.argsort(-1)[..., : shape.experts_per_token].astype(np.uint8)
+        found.append(msgspec.structs.replace(one, experts=experts))
+    return found
 
 
 def settings(**changed):

@@ -14,6 +14,7 @@ Legend: B rows, Q new tokens of a row, W columns, E hidden values, V vocabulary.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from transformers import DynamicCache
 
 from hpcrl.engines.base import FinishReason
+from hpcrl.engines.embedded.expert_recorder import ExpertHistory, ExpertRecorder
 from hpcrl.engines.embedded.grammar import AnswerMatcher, mask_logits
 from hpcrl.engines.embedded.kv_cache import PrefixCache, RowKv
 from hpcrl.engines.embedded.kv_slots import KvSlots, name_cache_argument, probe_kv_shape
@@ -57,6 +59,9 @@ class RunningRequest:
     """Before the row joins: KV to start with. After a row of 0 new tokens has left: its result."""
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
+    experts: ExpertHistory = field(default_factory=ExpertHistory)
+    """The experts of its tokens, in an engine that records them."""
+    experts_from: int | None = None
     versions: list[int] = field(default_factory=list)
     remote_prefill: bool = False
     finish_reason: FinishReason | None = None
@@ -92,8 +97,11 @@ _Pass = tuple[list[RunningRequest], torch.Tensor]
 class RunningBatch:
     """Rows that are generated together; row i has slot i."""
 
-    def __init__(self, model: Any, *, version: int, prefix_bytes: int, stored: StoredTensors) -> None:
+    def __init__(
+        self, model: Any, *, version: int, prefix_bytes: int, stored: StoredTensors, records_experts: bool = False
+    ) -> None:
         self.model = model
+        self._recorder = ExpertRecorder(model) if records_experts else None
         self._stored = stored
         """The names that versions have for the model's tensors."""
         self.version = version
@@ -115,10 +123,13 @@ class RunningBatch:
     @torch.inference_mode()
     def advance(self, joining: list[RunningRequest]) -> list[RunningRequest]:
         """Admit rows, generate one token for every row, and remove and return those that are done."""
+        nums_read = {row: len(row.experts) for row in (*self.rows, *joining)}
         was_stale, self._is_stale = self._is_stale, False
         passes = self._recompute_kv() if was_stale else self._continue_rows()
         passes += self._join(joining)
         if not self._weights_are_intact():
+            for row, num in nums_read.items():
+                row.experts.cut(num)
             return []
         rows = [row for part, _ in passes for row in part]
         if rows:
@@ -214,6 +225,8 @@ class RunningBatch:
         for slot, row in enumerate(rows, start=first):
             if (kv := known[row]) is not None:
                 self._slots.put(slot, kv.kv_KHTD)
+                if kv.experts_TLK is not None:
+                    row.experts.add(0, kv.experts_TLK)
             row.kv = None
         self.rows += rows
         return self._prefill_rows(first, {row: new_ids[row] for row in rows}, starts)
@@ -227,6 +240,8 @@ class RunningBatch:
 
     def _is_usable_kv(self, row: RunningRequest, kv: RowKv) -> bool:
         same = kv.version == self.version and kv.token_ids == row.token_ids[:-1]
+        if self._recorder is not None and kv.experts_TLK is None:
+            return False
         return same and self._slots.shape.has_shape_of(kv.kv_KHTD)
 
     def _prefill_rows(
@@ -283,21 +298,33 @@ class RunningBatch:
         width = int(columns_BQ.max()) + 1
         self._slots.reserve(num_slots=first + len(ids_BQ), num_columns=width)
         device = self._slots.shape.device
+        starts = columns_BQ[:, 0].tolist()
         columns_BQ = columns_BQ.to(device)
         mask_B1QW = torch.arange(width, device=device) <= columns_BQ[:, None, :, None]
         cache = self._slots.make_cache(first=first, num_rows=len(ids_BQ), columns_BQ=columns_BQ, width=width)
         self._last_B = None if last_B is None else last_B.to(device)
         try:
-            logits_B1V: torch.Tensor = self.model(
-                input_ids=ids_BQ.to(device),
-                position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
-                attention_mask=mask_B1QW,
-                use_cache=True,
-                **{name_cache_argument(self.model): cache},
-            ).logits
+            with nullcontext() if self._recorder is None else self._recorder.watch():
+                logits_B1V: torch.Tensor = self.model(
+                    input_ids=ids_BQ.to(device),
+                    position_ids=columns_BQ.clamp(max=self.context_length - 1).expand(len(ids_BQ), -1),
+                    attention_mask=mask_B1QW,
+                    use_cache=True,
+                    **{name_cache_argument(self.model): cache},
+                ).logits
         finally:
             self._last_B = None
+        if self._recorder is not None:
+            nums = [ids_BQ.shape[1]] * len(ids_BQ) if last_B is None else [last + 1 for last in last_B.tolist()]
+            self._note_experts(self._recorder, first, starts if len(starts) > 1 else starts * len(nums), nums)
         return logits_B1V[:, -1]
+
+    def _note_experts(self, recorder: ExpertRecorder, first: int, starts: list[int], nums: list[int]) -> None:
+        """Note the experts of the last pass, which read this number of tokens of each row."""
+        rows = self.rows[first : first + len(nums)]
+        experts_BQLK = recorder.read_pass(len(nums))
+        for row, start, num, experts_QLK in zip(rows, starts, nums, experts_BQLK, strict=True):
+            row.experts.add(start, experts_QLK[:num])
 
     def _select_last(self, _: Any, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
         """Give the output layer only the hidden values that logits are needed of; the model scales and caps these."""
@@ -324,7 +351,12 @@ class RunningBatch:
         if row.failure is not None or self._is_stale:
             return
         token_ids = row.token_ids[:-1]
-        kv = RowKv(token_ids=token_ids, kv_KHTD=self._slots.copy_slot(slot, len(token_ids)), version=self.version)
+        kv = RowKv(
+            token_ids=token_ids,
+            kv_KHTD=self._slots.copy_slot(slot, len(token_ids)),
+            version=self.version,
+            experts_TLK=None if self._recorder is None else row.experts.read(0, len(token_ids)),
+        )
         self._prefixes.put(kv, keep_s=row.keep_kv_s)
         if row.max_new_tokens == 0:
             row.kv = kv

@@ -35,8 +35,9 @@ from hpcrl.engines.embedded.kv_cache import HandoverStore, RowKv, pack_kv, unpac
 from hpcrl.engines.request_checks import check_asks_for_tokens, check_scored_tokens, check_tokenizer_fits
 from hpcrl.engines.request_loop import LoopHooks, RequestLoop
 from hpcrl.engines.version_gate import VersionGate, make_aborted_completion
-from hpcrl.errors import EngineError, WeightsError
+from hpcrl.errors import EngineError, EngineRequestError, WeightsError
 from hpcrl.models.weight_files import read_stored_tensors
+from hpcrl.spool.routed_experts import ExpertSpan, make_span
 from hpcrl.weights.stores.store import WeightSource
 
 T = TypeVar("T")
@@ -75,11 +76,18 @@ class EmbeddedEngine:
         prefix_bytes: int = 256 << 20,
         max_handover_bytes: int = 1 << 30,
         handover_ttl_s: float = 60.0,
+        records_experts: bool = False,
     ) -> None:
+        """Make an engine; with `records_experts` requests may ask for the experts that tokens were sent to."""
         model_dir = Path(model.name_or_path)
         self._batch = RunningBatch(
-            model, version=version, prefix_bytes=prefix_bytes, stored=read_stored_tensors(model, model_dir)
+            model,
+            version=version,
+            prefix_bytes=prefix_bytes,
+            stored=read_stored_tensors(model, model_dir),
+            records_experts=records_experts,
         )
+        self._records_experts = records_experts
         self._compiler = GrammarCompiler(model_dir / "tokenizer.json", vocabulary=self._batch.vocabulary_size)
         self._store = store
         self._max_batch = max_batch
@@ -231,6 +239,10 @@ class EmbeddedEngine:
             context_length=self._batch.context_length,
             vocabulary=self._batch.vocabulary_size,
         )
+        if request.experts_from is not None and not self._records_experts:
+            raise EngineRequestError(
+                f"request {request.request_id!r} asks for experts, which this engine does not record"
+            )
         return RunningRequest(
             token_ids=list(request.token_ids),
             num_prompt=len(request.token_ids),
@@ -242,6 +254,7 @@ class EmbeddedEngine:
             top_k=request.top_k,
             top_logprobs=request.top_logprobs,
             keep_kv_s=request.keep_kv_s,
+            experts_from=request.experts_from,
         )
 
     async def _prepare_row(self, row: RunningRequest, request: GenerateRequest) -> None:
@@ -293,4 +306,14 @@ def _make_chunk(row: RunningRequest, start: int, end: int) -> CompletionChunk:
         finish_reason=row.finish_reason,
         remote_prefill=row.remote_prefill,
         top=row.top[start:end],
+        experts=_list_experts(row, start, end),
     )
+
+
+def _list_experts(row: RunningRequest, start: int, end: int) -> list[ExpertSpan]:
+    """Return the experts that are known with the generated tokens `start` to `end`."""
+    if row.experts_from is None:
+        return []
+    first = row.num_prompt + start - 1 if start else row.experts_from
+    experts = row.experts.read(first, row.num_prompt + end - 1)
+    return [make_span(first, experts)] if len(experts) else []

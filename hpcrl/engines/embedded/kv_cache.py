@@ -5,7 +5,7 @@
     HandoverStore       finished prefills until their decode engine fetches them, once
     PrefixCache         KV of finished turns, found by the tokens that the next turn starts with
 
-Legend: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size.
+Legend: K keys and values of all layers (2 * layers), H KV heads, T tokens, D head size, L layers with experts.
 """
 
 import secrets
@@ -14,8 +14,10 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -30,10 +32,12 @@ class RowKv:
     kv_KHTD: torch.Tensor
     version: int
     """The version of the weights that computed it."""
+    experts_TLK: NDArray[Any] | None = None
+    """The experts of the tokens, in an engine that records them."""
 
     @property
     def num_bytes(self) -> int:
-        return self.kv_KHTD.nbytes
+        return int(self.kv_KHTD.nbytes + (0 if self.experts_TLK is None else self.experts_TLK.nbytes))
 
 
 def pack_kv(kv: RowKv) -> bytes:
@@ -43,6 +47,8 @@ def pack_kv(kv: RowKv) -> bytes:
         "token_ids": torch.tensor(kv.token_ids, dtype=torch.int32),
         "version": torch.tensor(kv.version),
     }
+    if kv.experts_TLK is not None:
+        tensors["experts"] = torch.from_numpy(kv.experts_TLK)
     return bytes(save(tensors))
 
 
@@ -51,6 +57,7 @@ def unpack_kv(data: bytes) -> RowKv:
     try:
         tensors = load(data)
         kv_KHTD, token_ids, version = tensors["kv"], tensors["token_ids"].tolist(), int(tensors["version"])
+        experts_TLK = tensors["experts"].numpy() if "experts" in tensors else None
     except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"handed-over KV of {len(data)} bytes cannot be read: {type(error).__name__}: {error}"
@@ -59,7 +66,9 @@ def unpack_kv(data: bytes) -> RowKv:
         raise EngineError(f"handed-over KV has shape {tuple(kv_KHTD.shape)} for {len(token_ids)} tokens")
     if not kv_KHTD.isfinite().all():
         raise EngineError("handed-over KV holds NaN or infinity")
-    return RowKv(token_ids=token_ids, kv_KHTD=kv_KHTD, version=version)
+    if experts_TLK is not None and len(experts_TLK) != len(token_ids):
+        raise EngineError(f"handed-over KV has the experts of {len(experts_TLK)} of {len(token_ids)} tokens")
+    return RowKv(token_ids=token_ids, kv_KHTD=kv_KHTD, version=version, experts_TLK=experts_TLK)
 
 
 class HandoverStore:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from hpcrl.envs.base import ConversationChoice
 from hpcrl.rollout.agents.recording import RecordedTurn
 from hpcrl.spool.record import COLUMNS, ConversationRow, EpisodeTurn, Trajectory
+from hpcrl.spool.routed_experts import join_experts, place_span
 from hpcrl.spool.rows import RowSpan, list_parts
 from hpcrl.spool.status import EpisodeStatus
 
@@ -92,6 +93,7 @@ def build_record(
         rows=builder.rows if len(builder.rows) > 1 else [],
         reset_s=max(0.0, min(turn.started_at for turn in turns) - facts.started_at) if turns else 0.0,
         extra=dict(facts.extra),
+        experts=builder.join_experts(turns),
         **builder.join_columns(),
     )
 
@@ -142,6 +144,18 @@ class _RowBuilder:
             name: np.concatenate([np.zeros(0, COLUMNS[name]), *parts], dtype=COLUMNS[name])
             for name, parts in self._columns.items()
         }
+
+    def join_experts(self, turns: Sequence[RecordedTurn]) -> NDArray[Any] | None:
+        """Return the column of the experts that were reported with these turns."""
+        return join_experts(len(self._ids), self._list_reports(turns))
+
+    def _list_reports(self, turns: Sequence[RecordedTurn]) -> Iterator[tuple[NDArray[np.intp], NDArray[Any]]]:
+        """Yield the experts of each turn with the positions of their tokens, in the order of the answers."""
+        for turn in turns:
+            if turn.completion.experts:
+                parts = list_parts(self._spans, self.row_of[turn])
+                places = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+                yield from (place_span(span, places) for span in turn.completion.experts)
 
     def _add_columns(self, own_ids: NDArray[np.int32], new: list[RecordedTurn], *, start: int) -> None:
         columns = {name: np.zeros(len(own_ids), dtype) for name, dtype in COLUMNS.items()}

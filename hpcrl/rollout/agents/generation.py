@@ -45,6 +45,7 @@ from hpcrl.rollout.agents.structures import find_free_tokens, list_free_bounds
 from hpcrl.rollout.agents.tool_parsers import TextReader
 from hpcrl.rollout.episode import loop_time
 from hpcrl.rollout.turn import StreamingGenerator, generate_turn, stream_turn
+from hpcrl.spool.routed_experts import cut_spans
 
 
 class PartialAnswer:
@@ -171,6 +172,7 @@ def _cut_chunk(chunk: CompletionChunk, num: int) -> CompletionChunk:
         logprobs=chunk.logprobs[:num],
         versions=chunk.versions[:num],
         top=chunk.top[:num],
+        experts=cut_spans(chunk.experts, len(chunk.token_ids) - num),
         finish_reason="stop",
     )
 

@@ -29,6 +29,7 @@ from hpcrl.errors import EngineAnswerError
 from hpcrl.models.chat_template import AnsweredPrompt, ChatTemplate, MarkPlace
 from hpcrl.models.message_form import ConversationExcerpt, make_excerpt
 from hpcrl.rollout.agents.shared_sequence import RecentLists, SequenceIndex, SharedSequence, count_equal, join_ids
+from hpcrl.spool.routed_experts import find_span_end, place_span
 
 ChatMessage = dict[str, Any]
 _NO_MESSAGES: SharedSequence[tuple[ChatMessage, ...]] = SharedSequence(())
@@ -86,6 +87,16 @@ class TurnPrompt:
     def has_variables(self, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any] | None) -> bool:
         """Return whether it was made with these tools and variables."""
         return (self.tools or None, self.template_kwargs or {}) == (tools or None, template_kwargs or {})
+
+    @property
+    def num_read(self) -> int:
+        """The first tokens of the prompt whose experts earlier turns have reported."""
+        turn = self.parent
+        while turn is not None:
+            if end := find_span_end(turn.completion.experts, 0):
+                return end
+            turn = turn.prompt.parent
+        return 0
 
     def path(self) -> "list[RecordedTurn]":
         """Return the earlier turns, from the first one."""
@@ -410,6 +421,8 @@ class ConversationRecording:
                 f"the engine sent {len(completion.token_ids)} tokens, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions: one of each per token is needed"
             )
+        for span in completion.experts:
+            place_span(span, range(len(prompt.ids) + len(completion.token_ids)))  # raises if it does not fit
         turn = RecordedTurn(
             number=len(self.turns),
             prompt=prompt,

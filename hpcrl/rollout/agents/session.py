@@ -189,6 +189,7 @@ class ProgramSession:
             trajectory=self.trajectory,
             domain=self.domain,
             min_version=0 if self._num_checked else self.needed_version,
+            experts_from=prompt.num_read if limits.records_experts else None,
         )
         if self.sampling == "program":
             request = self._with_program_sampling(request, call.sampling)

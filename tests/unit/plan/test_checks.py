@@ -31,7 +31,7 @@ CHECKED_ELSEWHERE = {
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
     *("sharding", "offload"),  # by the ranks
     *("tensor_parallel", "pipeline_parallel", "expert_parallel"),  # by the ranks and the trainer
-    *("moe_aux_coef", "context_parallel"),  # by the model
+    *("moe_aux_coef", "router_replay", "context_parallel"),  # by the model
     "compile",  # by the trainer
 }
 IDLE = {
@@ -164,7 +164,7 @@ REINFORCEMENT_VALUES = {
     **{"dual_clip": 3.0, "aggregation": "fixed", "proximal": "behaviour", "correction": "none", "max_is_ratio": 5.0},
     **{"min_is_ratio": 0.9, "kl": "k3", "kl_in": "reward", "kl_coef": 0.5, "kl_gamma": 0.5, "entropy_coef": 0.1},
     **{"num_minibatches": 2, "epochs": 2, "keep_best": 1, "keep_versions": 9, "pipeline.loss.function": "m:f"},
-    **{"publish_dtype": "bfloat16", "publish_lora": "merged", "groups_per_step": 8},
+    **{"router_replay": "true", "publish_dtype": "bfloat16", "publish_lora": "merged", "groups_per_step": 8},
 }
 
 

@@ -164,9 +164,9 @@ def test_foreign_files_are_refused(tmp_path):
 
 def test_a_newer_major_version_is_refused_with_a_hint(tmp_path, monkeypatch):
     with monkeypatch.context() as newer:
-        newer.setattr(segment_module, "SCHEMA_MAJOR", 4)
+        newer.setattr(segment_module, "SCHEMA_MAJOR", 5)
         write_segment(tmp_path / "a.h5", [make_odd_trajectory()])
-    with pytest.raises(SpoolError, match=r"a\.h5.*schema 4\.\d, this hpcrl reads 1\.x to 3\.x: use the version"):
+    with pytest.raises(SpoolError, match=r"a\.h5.*schema 5\.\d, this hpcrl reads 1\.x to 4\.x: use the version"):
         read_segment(tmp_path / "a.h5")
 
 

@@ -1,5 +1,6 @@
 """Ranks that divide the positions of their rows: the loss and the gradient of one rank with whole rows."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK, World
 from tests.support.families import DENSE_FAMILIES, EXPERT_FAMILIES, make_family_model
-from tests.support.learners import settings, trained
+from tests.support.learners import batch, replayed_batch, settings, trained
 
 ranks.preload_module(__name__)
 
@@ -50,7 +51,8 @@ def train_parts(world, model_dir, changed, gradient=None):
         return clip()
 
     trainer.clip_gradient = keep_gradient
-    found = trained(trainer, last=2)
+    make = partial(replayed_batch, Path(model_dir)) if chosen.router_replay else batch
+    found = trained(trainer, last=2, make=make)
     if not world.rank and gradient:
         save_file(kept, gradient)
     return found
@@ -106,7 +108,9 @@ def test_two_ranks_with_parts_of_rows_have_the_loss_and_gradient_of_one_in_every
 def test_every_algorithm_has_the_numbers_of_one_rank(tmp_path):
     model = make_family_model(tmp_path / "model", "qwen3")
     cases = {name: (model, changed) for name, changed in VARIANTS.items()}
-    cases["balanced"] = (make_family_model(tmp_path / "experts", "qwen3_moe"), BALANCED)
+    experts = make_family_model(tmp_path / "experts", "qwen3_moe")
+    cases["balanced"] = (experts, BALANCED)
+    cases |= {f"replayed {rows}": (experts, {"router_replay": True, "rows": rows}) for rows in ("padded", "packed")}
     compare_with_one_rank(tmp_path, cases, num_ranks=2)
 
 

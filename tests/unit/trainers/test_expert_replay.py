@@ -1,0 +1,218 @@
+"""Router replay: the engine's log-probs, the gradient of a model that is forced, and choices where there are some."""
+
+import asyncio
+from functools import partial
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from hpcrl.config.recipe import TinyModel
+from hpcrl.engines.base import GenerateRequest
+from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
+from hpcrl.errors import TrainError
+from hpcrl.learn.batch import make_chosen_rows, make_micro_batches, make_packed_batches, spread_credit
+from hpcrl.models.expert_routers import find_routers
+from hpcrl.models.tiny import _make_tokenizer
+from hpcrl.spool.record import EpisodeTurn
+from hpcrl.spool.routed_experts import join_experts, place_span
+from hpcrl.testing.memory import MemoryStore
+from hpcrl.trainers.expert_replay import ExpertReplay
+from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.torch_model import load_causal, recompute_layers
+from tests.support.families import EXPERT_FAMILIES, make_family_model
+from tests.support.learners import batch, make_model, replayed_batch, settings
+from tests.support.trajectories import make_trajectory
+
+CLOSE = 2e-4
+PROMPTS = ([2, 45, 78, 5, 36, 3], [2, 7, 9], [2, 45, 78, 5, 36, 3, 8, 90, 12, 4, 6, 3])
+
+
+def make_close_model(directory, family):
+    """Save a model whose experts differ much, and whose scores differ little: small changes choose other experts."""
+    tokenizer = _make_tokenizer(TinyModel())
+    make_family_model(directory, family, vocab_size=len(tokenizer), max_position_embeddings=256)
+    tokenizer.save_pretrained(directory)
+    model = load_causal(directory)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter *= 20
+        for router in find_routers(model):
+            router.weight *= 1e-5
+            if hasattr(router, "e_score_correction_bias"):
+                router.e_score_correction_bias *= 1e-5
+    model.save_pretrained(directory)
+    return directory
+
+
+def perturb_routers(model):
+    """Change the scores of experts by as little as they differ."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for router in find_routers(model):
+            router.weight += 1e-6 * torch.randn(router.weight.shape, generator=generator)
+            if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+                bias += 1e-5 * torch.randn(bias.shape, generator=generator)
+
+
+def generate_all(directory):
+    """Let an engine answer all prompts, and record its experts."""
+
+    async def run():
+        model = load_model(directory, device="cpu")
+        async with EmbeddedEngine(model, store=MemoryStore(), records_experts=True) as engine:
+            requests = [
+                GenerateRequest(request_id=f"{n}", token_ids=prompt, max_new_tokens=20 + n, seed=n, experts_from=0)
+                for n, prompt in enumerate(PROMPTS)
+            ]
+            return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    return [make_answered(*pair) for pair in zip(PROMPTS, asyncio.run(run()), strict=True)]
+
+
+def make_answered(prompt, completion):
+    """Make the trajectory of one answer."""
+    ids, num = [*prompt, *completion.token_ids], len(prompt)
+    return make_trajectory(
+        token_ids=ids,
+        logprobs=[0.0] * num + completion.logprobs,
+        versions=[0] * len(ids),
+        loss_mask=[False] * num + [True] * (len(ids) - num),
+        turns=[EpisodeTurn(start=num, end=len(ids))],
+        experts=join_experts(len(ids), [place_span(span, range(len(ids))) for span in completion.experts]),
+    )
+
+
+def make_rows(trajectories):
+    return [
+        row
+        for one in trajectories
+        for row in make_chosen_rows(one, [(0, [1.0] * len(one.turns))], place_credit=spread_credit)
+    ]
+
+
+def replay_logprobs(model, micro, *, is_on=True):
+    replay = ExpertReplay(model, is_on=is_on)
+    with replay.use(micro):
+        return compute_token_logprobs(TokenModel(model), micro, temperature=1.0)[0]
+
+
+@pytest.fixture(scope="module", params=sorted(EXPERT_FAMILIES.keys() - {"deepseek_v3"}))  # its KV is compressed
+def close_model(request, tmp_path_factory):
+    return make_close_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("make", [make_micro_batches, make_packed_batches])
+def test_replayed_logprobs_are_those_of_the_engine_though_the_trainer_would_choose_others(close_model, make):
+    (micro,) = make(make_rows(generate_all(close_model)), tokens_per_micro_batch=1000)
+    model = load_causal(close_model)
+    perturb_routers(model)
+    with torch.no_grad():
+        own_N = replay_logprobs(model, micro, is_on=False)
+        replayed_N = replay_logprobs(model, micro)
+    torch.testing.assert_close(replayed_N, micro.behaviour_N, rtol=0, atol=CLOSE)
+    assert (own_N - micro.behaviour_N).abs().max() > 100 * CLOSE
+
+
+def force_weights(router, chosen_MK, hidden):
+    """Return what a router gives for these experts: the scores of all others are 0 before they are normalised."""
+    hidden_MH = hidden.reshape(-1, router.weight.shape[1])
+    logits_ME = hidden_MH @ router.weight.T
+    has_bias = hasattr(router, "e_score_correction_bias")
+    scores_ME = torch.sigmoid(logits_ME) if has_bias else torch.exp(logits_ME) / torch.exp(logits_ME).sum(1)[:, None]
+    mask_ME = torch.nn.functional.one_hot(chosen_MK, router.num_experts).sum(1)
+    kept_ME = scores_ME * mask_ME
+    if getattr(router, "norm_topk_prob", True):
+        kept_ME = kept_ME / kept_ME.sum(1)[:, None]
+    kept_ME = kept_ME * getattr(router, "routed_scaling_factor", 1.0)
+    return logits_ME, torch.stack([kept_ME[m, chosen] for m, chosen in enumerate(chosen_MK)]), chosen_MK
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_gradient_is_that_of_a_plain_model_whose_experts_are_forced(tmp_path, family, recomputes):
+    directory = make_family_model(tmp_path, family)
+    (micro,) = make_packed_batches(make_rows(replayed_batch(directory)[:5]), tokens_per_micro_batch=1000)
+    assert (micro.experts_BTLK != 0xFF).all(), "the reference forces all tokens"
+    replayed, forced, plain = (load_causal(directory) for _ in range(3))
+    for layer, router in enumerate(find_routers(forced)):
+        router.forward = partial(force_weights, router, micro.experts_BTLK[0, :, layer].long())
+    if recomputes:
+        recompute_layers(replayed)
+    replay = ExpertReplay(replayed, is_on=True)
+    with replay.use(micro):
+        compute_token_logprobs(TokenModel(replayed), micro, temperature=1.0)[0].square().sum().backward()
+    for model in (forced, plain):
+        compute_token_logprobs(TokenModel(model), micro, temperature=1.0)[0].square().sum().backward()
+    names = [name for name, parameter in forced.named_parameters() if parameter.grad is not None]
+    assert any("gate.weight" in name for name in names)
+    found, wanted, other = (dict(model.named_parameters()) for model in (replayed, forced, plain))
+    for name in names:
+        torch.testing.assert_close(found[name].grad, wanted[name].grad, rtol=1e-3, atol=1e-5)
+    gate = next(name for name in names if "gate.weight" in name)
+    assert wanted[gate].grad.abs().max() > 1e-4
+    assert not torch.allclose(found[gate].grad, other[gate].grad, rtol=1e-2)
+
+
+def test_tokens_without_a_choice_have_the_trainers(tmp_path):
+    directory = make_family_model(tmp_path, "qwen3_moe")
+    one, *others = replayed_batch(directory)[:4]
+    unknown = [msgspec.structs.replace(each, experts=None) for each in others]
+    model = load_causal(directory)
+    with torch.no_grad():
+        (mixed,) = make_micro_batches(make_rows([one, *unknown]), tokens_per_micro_batch=1000)
+        mine_N, own_N = replay_logprobs(model, mixed), replay_logprobs(load_causal(directory), mixed, is_on=False)
+        first_N = mixed.rows_N == [len(row) for row in sorted(make_rows([one, *unknown]), key=len, reverse=True)].index(
+            len(make_rows([one])[0])
+        )
+        assert torch.equal(mine_N[~first_N], own_N[~first_N])
+        assert not torch.allclose(mine_N[first_N], own_N[first_N], atol=1e-4)
+        partly = np.array(one.experts)
+        partly[-20:] = 0xFF
+        (cut,) = make_micro_batches(
+            make_rows([msgspec.structs.replace(one, experts=partly)]), tokens_per_micro_batch=99
+        )
+        cut_N = replay_logprobs(load_causal(directory), cut)
+        (whole,) = make_micro_batches(make_rows([one]), tokens_per_micro_batch=99)
+        whole_N = replay_logprobs(load_causal(directory), whole)
+        is_early = cut.mask_BT[0].nonzero()[:, 0] < len(one) - 20
+        assert torch.allclose(cut_N[is_early], whole_N[is_early], atol=1e-6)
+        assert not torch.allclose(cut_N[~is_early], whole_N[~is_early], atol=1e-4)
+
+
+def test_a_step_replays_in_both_passes_of_the_policy_and_in_none_of_the_reference(tmp_path):
+    torch.set_num_threads(1)
+    directory = make_family_model(tmp_path, "qwen3_moe")
+    kept = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
+    on, off = (TorchTrainer(directory, settings(router_replay=each, **kept), seed=1) for each in (True, False))
+    micro = make_micro_batches(make_rows(replayed_batch(directory)), tokens_per_micro_batch=128)
+    bare = make_micro_batches(make_rows(batch()), tokens_per_micro_batch=128)
+    for model, replays in ((None, True), ("reference", False)):
+        (with_experts,), (own,) = (trainer.compute_logprobs([micro], model=model) for trainer in (on, off))
+        assert torch.allclose(torch.cat(with_experts), torch.cat(own), atol=1e-5) != replays
+        (without,) = on.compute_logprobs([bare], model=model)
+        torch.testing.assert_close(without, own)
+    replayed = on.train_step(replayed_batch(directory), step=1, version=1)
+    plain = off.train_step(replayed_batch(directory), step=1, version=1)
+    assert replayed.skipped is plain.skipped is None
+    assert abs(replayed.loss - plain.loss) > 1e-6
+
+
+def test_the_experts_of_another_model_are_refused(tmp_path):
+    directory = make_family_model(tmp_path / "two", "qwen3_moe")
+    other = make_family_model(tmp_path / "three", "qwen3_moe", num_experts=8, num_experts_per_tok=3)
+    (micro,) = make_micro_batches(make_rows(replayed_batch(directory)[:2]), tokens_per_micro_batch=1000)
+    with pytest.raises(
+        TrainError, match=r"reported 2 experts of a token in 2 layers.*the model has 3 of 8 in 2 layers"
+    ):
+        replay_logprobs(load_causal(other), micro)
+
+
+def test_models_without_known_routers_are_refused(tmp_path):
+    model = load_causal(make_model(tmp_path / "dense"))
+    with pytest.raises(TrainError, match=r'not known to be right for a model of type "qwen2": only for deepseek_v3'):
+        ExpertReplay(model, is_on=True)
+    ExpertReplay(model, is_on=False)
