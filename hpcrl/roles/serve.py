@@ -218,6 +218,7 @@ def _make_own_launch(context: WorkerContext) -> "VllmLaunch":
     return dataclasses.replace(
         launch,
         seed=stable_hash(context.recipe.seed, first, bits=31),  # engines with one seed would draw the same answers
+        reports_experts=context.recipe.train.router_replay,
         group=group,
         interface=interface,
         node_rank=node_rank,

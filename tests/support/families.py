@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpcrl.config.recipe import TinyModel
+from hpcrl.models.expert_routers import find_routers
+from hpcrl.models.tiny import _make_tokenizer
 from tests.support.learners import CONTEXT, VOCABULARY
 
 _SIZES = {
@@ -65,3 +68,34 @@ def stack_experts(directory):
     """Write a model again with the experts of each layer as one tensor, under the names that it has in memory."""
     model = AutoModelForCausalLM.from_pretrained(directory)
     save_file(model.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_close_model(directory, family, **changed):
+    """Save a model that can be served, whose experts differ much and whose scores of them differ little.
+
+    Small changes of a router choose other experts, whose weights are nearly the same.
+    """
+    tokenizer = _make_tokenizer(TinyModel())
+    make_family_model(directory, family, vocab_size=len(tokenizer), max_position_embeddings=256, **changed)
+    tokenizer.save_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter *= 20
+        for router in find_routers(model):
+            router.weight *= 1e-5
+            if hasattr(router, "e_score_correction_bias"):
+                router.e_score_correction_bias *= 1e-5
+    model.save_pretrained(directory)
+    return directory
+
+
+def perturb_routers(model):
+    """Change the scores of experts by as little as they differ."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for router in find_routers(model):
+            router.weight += 1e-6 * torch.randn(router.weight.shape, generator=generator)
+            if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+                bias += 1e-5 * torch.randn(bias.shape, generator=generator)

@@ -41,14 +41,16 @@ from hpcrl.engines.version_gate import VersionGate, make_aborted_completion
 from hpcrl.engines.vllm import kv_connectors, kv_files
 from hpcrl.engines.vllm.protocol import (
     ADAPTERS_MODEL,
+    ExpertForm,
     build_sampling_params,
+    make_expert_form,
     parse_chunk,
     parse_completion,
     parse_metrics,
 )
 from hpcrl.engines.vllm.server import VllmLaunch, VllmServer
-from hpcrl.errors import EngineError, WeightsError
-from hpcrl.models.model_config import read_model_limits
+from hpcrl.errors import EngineError, EngineRequestError, WeightsError
+from hpcrl.models.model_config import read_model_config, read_model_limits
 
 GENERATE_ROUTE = "/inference/v1/generate"
 SWITCH_ROUTE = "/hpcrl/switch"
@@ -122,6 +124,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         check_asks_for_tokens(request)
+        experts = self._make_expert_form(request)
         if not await self._gate.pass_through(request):
             return make_aborted_completion()
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
@@ -129,7 +132,7 @@ class VllmEngine:
             body = await self._make_body(request, name=name, transfer=transfer)
             answer = await self.server.post(GENERATE_ROUTE, body)
         used = _count_handed_over(answer, request.kv) if transfer else 0
-        return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0)
+        return parse_completion(answer, num_top=request.top_logprobs, remote_prefill=used > 0, experts=experts)
 
     def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         check_asks_for_tokens(request)
@@ -138,12 +141,13 @@ class VllmEngine:
     async def _stream_now(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the chunks of a turn with the version in use; at the end they are compared with vLLM's versions."""
         streamed_versions: list[int] = []
+        experts = self._make_expert_form(request)
         with self._track_request(request, max_new_tokens=request.max_new_tokens) as name:
             transfer = await self._receive_handover(request.kv)
             body = await self._make_body(request, name=name, transfer=transfer) | {"stream": True}
             async with contextlib.aclosing(self.server.stream(GENERATE_ROUTE, body)) as events:
                 async for event in events:
-                    chunk = parse_chunk(event, num_top=request.top_logprobs)
+                    chunk = parse_chunk(event, num_top=request.top_logprobs, experts=experts)
                     streamed_versions += [self.version] * len(chunk.token_ids)
                     if chunk.finish_reason is not None and chunk.versions != streamed_versions:
                         raise EngineError(
@@ -168,6 +172,7 @@ class VllmEngine:
             top_k=0,
             needs_seed=False,
             structure=None,
+            experts_from=None,
         )
         if not await self._gate.pass_through(request):
             raise EngineError(f"prefill of request {request.request_id!r} was aborted")
@@ -308,6 +313,17 @@ class VllmEngine:
         finally:
             serving.ended.set()
             del self._served_requests[request.request_id]
+
+    def _make_expert_form(self, request: GenerateRequest) -> ExpertForm | None:
+        """Return what the answer to a request has of experts; None if it asks for none."""
+        if request.experts_from is None:
+            return None
+        if not self._launch.reports_experts:
+            raise EngineRequestError(
+                f"request {request.request_id!r} asks for experts, which this engine does not report"
+            )
+        fields = read_model_config(self._launch.model / "config.json").fields
+        return make_expert_form(fields, start=request.experts_from)
 
     async def _make_body(
         self, request: GenerateRequest, *, name: str, transfer: dict[str, Any] | None

@@ -2,21 +2,27 @@
 
 build_sampling_params      a request as vLLM's sampling parameters
 parse_completion           an answer of /inference/v1/generate
+ExpertForm, make_expert_form   what an answer has of experts
 read_events, parse_chunk   the same as a stream: its events, and the tokens in one
 parse_metrics, ServerLoad  the load in the text of /metrics
 MAX_SEED, CLAMPED_LOGPROB  limits of vLLM
 ADAPTERS_MODEL             what requests name to use adapters
 """
 
+import base64
+import io
 import json
 import re
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from hpcrl.engines.base import Completion, CompletionChunk, FinishReason, GenerateRequest, join_chunks
 from hpcrl.errors import EngineError
+from hpcrl.hardware.architecture import list_dense_layers, read_architecture, select_fields
+from hpcrl.spool.routed_experts import ExpertSpan, choose_expert_dtype, make_span
 
 _METRIC_PATTERN = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _CAPACITY_PATTERN = re.compile(r'^vllm:cache_config_info\{.*kv_cache_size_tokens="(\d+)"', re.MULTILINE)
@@ -36,10 +42,12 @@ def build_sampling_params(
     A request with a seed is sampled by a separate generator, not with the batch: only those that need it have one.
     """
     structure = {} if grammar is None else {"structured_outputs": {"grammar": grammar}}
+    experts = {} if request.experts_from is None else {"routed_experts_prompt_start": request.experts_from}
     seed = {"seed": request.seed & MAX_SEED} if has_seeds or request.needs_seed else {}
     return (
         structure
         | seed
+        | experts
         | {
             "max_tokens": max_new_tokens,
             "temperature": request.temperature,
@@ -53,9 +61,34 @@ def build_sampling_params(
     )
 
 
-def parse_completion(answer: Any, *, num_top: int, remote_prefill: bool) -> Completion:
+class ExpertForm(NamedTuple):
+    """What an answer has of experts: vLLM reports those of all layers, also of layers without any."""
+
+    start: int
+    """The first token that was asked for."""
+    layers: Sequence[int]
+    """The layers with experts."""
+    num_experts: int
+
+    def parse(self, text: str) -> ExpertSpan:
+        """Parse what vLLM reports: an array in NumPy's file format, in base64."""
+        experts_NLK = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+        chosen_NLK = experts_NLK[:, list(self.layers)].astype(choose_expert_dtype(self.num_experts))
+        return make_span(self.start, chosen_NLK)
+
+
+def make_expert_form(fields: Mapping[str, Any], *, start: int) -> ExpertForm:
+    """Return the form of what is asked for from a token on, by the fields of the model's config.json."""
+    shape, dense = read_architecture(fields), list_dense_layers(select_fields(fields))
+    layers = [layer for layer in range(shape.num_layers) if layer not in dense]
+    return ExpertForm(start=start, layers=layers, num_experts=shape.num_experts)
+
+
+def parse_completion(
+    answer: Any, *, num_top: int, remote_prefill: bool, experts: ExpertForm | None = None
+) -> Completion:
     """Parse a whole answer; raises EngineError if it does not match the request."""
-    chunk = parse_chunk(answer, num_top=num_top)
+    chunk = parse_chunk(answer, num_top=num_top, experts=experts)
     if len(chunk.versions) != len(chunk.token_ids) or chunk.finish_reason is None:
         raise EngineError(
             f"vLLM answered {len(chunk.token_ids)} tokens, {len(chunk.versions)} versions "
@@ -64,8 +97,11 @@ def parse_completion(answer: Any, *, num_top: int, remote_prefill: bool) -> Comp
     return join_chunks([msgspec.structs.replace(chunk, remote_prefill=remote_prefill)])
 
 
-def parse_chunk(answer: Any, *, num_top: int) -> CompletionChunk:
-    """Parse the tokens of one event; only the last has `versions`, which are those of all tokens so far."""
+def parse_chunk(answer: Any, *, num_top: int, experts: ExpertForm | None = None) -> CompletionChunk:
+    """Parse the tokens of one event; only the last has `versions` and `experts`, which are those of all tokens so far.
+
+    `experts` is what was asked for of them.
+    """
     try:
         choice = answer["choices"][0]
         content = (choice["logprobs"] or {}).get("content") or []
@@ -75,11 +111,16 @@ def parse_chunk(answer: Any, *, num_top: int) -> CompletionChunk:
             versions=_expand_versions(choice.get("weight_versions") or []),
             finish_reason=None if choice["finish_reason"] is None else _FINISH_REASONS[choice["finish_reason"]],
             top=[_parse_likeliest(entry["top_logprobs"], num_top) for entry in content] if num_top else [],
+            experts=[experts.parse(text)] if experts and (text := choice.get("routed_experts")) else [],
         )
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise EngineError(f"vLLM sent an invalid answer ({error!r}): {str(answer)[:300]}") from error
     if len(chunk.token_ids) != len(chunk.logprobs):
         raise EngineError(f"vLLM answered {len(chunk.token_ids)} tokens and {len(chunk.logprobs)} log-probabilities")
+    if experts is not None and chunk.finish_reason in ("stop", "length") and not chunk.experts:
+        raise EngineError(
+            "vLLM reported no experts, which train.router_replay = true needs: use vLLM 0.32, or remove it"
+        )
     if not all(logprob > CLAMPED_LOGPROB for logprob in chunk.logprobs):
         raise EngineError("the weights give a log-probability that is not finite: this version is damaged")
     return chunk

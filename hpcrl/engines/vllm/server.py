@@ -126,6 +126,8 @@ class VllmLaunch:
     """The space that it may use there."""
     kv_address: kv_connectors.Address | None = None
     """The address at which one of vLLM's connectors is reached by other engines."""
+    reports_experts: bool = False
+    """Answers have the experts that tokens were sent to."""
     seed: int = 0
     """The start of the engine's random numbers, from which tokens of requests without a seed are sampled."""
     has_seeds: bool = False
@@ -236,6 +238,7 @@ def _build_policy_args(launch: VllmLaunch, *, scratch: Path) -> list[str]:
     args += ["--enable-sleep-mode"] * (launch.shift_fd is not None and launch.has_gpus)
     args += ["--weight-transfer-config", '{"backend": "hpcrl"}']
     args += _build_adapter_args(launch.lora_rank)
+    args += ["--enable-return-routed-experts"] * launch.reports_experts
     args += ["--structured-outputs-config", '{"backend": "guidance"}']  # it reads our grammars
     if launch.kv_connector is not None:
         args += ["--disable-hybrid-kv-cache-manager", "--kv-transfer-config"]
@@ -281,6 +284,7 @@ def build_environment(launch: VllmLaunch, *, scratch: Path, inherited: Mapping[s
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # Slurm assigns the cores
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(launch.num_cpus),
+        **({"VLLM_USE_V2_MODEL_RUNNER": "1"} if launch.reports_experts else {}),  # no other reports experts
     }
 
 

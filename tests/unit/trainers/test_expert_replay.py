@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from hpcrl.config.recipe import TinyModel
 from hpcrl.engines.base import GenerateRequest
 from hpcrl.engines.embedded.engine import EmbeddedEngine, load_model
 from hpcrl.errors import TrainError
 from hpcrl.learn.batch import make_chosen_rows, make_micro_batches, make_packed_batches, spread_credit
 from hpcrl.models.expert_routers import find_routers
-from hpcrl.models.tiny import _make_tokenizer
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.routed_experts import join_experts, place_span
 from hpcrl.testing.memory import MemoryStore
@@ -22,40 +20,12 @@ from hpcrl.trainers.expert_replay import ExpertReplay
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal, recompute_layers
-from tests.support.families import EXPERT_FAMILIES, make_family_model
+from tests.support.families import EXPERT_FAMILIES, make_close_model, make_family_model, perturb_routers
 from tests.support.learners import batch, make_model, replayed_batch, settings
 from tests.support.trajectories import make_trajectory
 
 CLOSE = 2e-4
 PROMPTS = ([2, 45, 78, 5, 36, 3], [2, 7, 9], [2, 45, 78, 5, 36, 3, 8, 90, 12, 4, 6, 3])
-
-
-def make_close_model(directory, family):
-    """Save a model whose experts differ much, and whose scores differ little: small changes choose other experts."""
-    tokenizer = _make_tokenizer(TinyModel())
-    make_family_model(directory, family, vocab_size=len(tokenizer), max_position_embeddings=256)
-    tokenizer.save_pretrained(directory)
-    model = load_causal(directory)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".experts." in name:
-                parameter *= 20
-        for router in find_routers(model):
-            router.weight *= 1e-5
-            if hasattr(router, "e_score_correction_bias"):
-                router.e_score_correction_bias *= 1e-5
-    model.save_pretrained(directory)
-    return directory
-
-
-def perturb_routers(model):
-    """Change the scores of experts by as little as they differ."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for router in find_routers(model):
-            router.weight += 1e-6 * torch.randn(router.weight.shape, generator=generator)
-            if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
-                bias += 1e-5 * torch.randn(bias.shape, generator=generator)
 
 
 def generate_all(directory):
@@ -115,6 +85,20 @@ def test_replayed_logprobs_are_those_of_the_engine_though_the_trainer_would_choo
         replayed_N = replay_logprobs(model, micro)
     torch.testing.assert_close(replayed_N, micro.behaviour_N, rtol=0, atol=CLOSE)
     assert (own_N - micro.behaviour_N).abs().max() > 100 * CLOSE
+
+
+def test_rounding_in_the_trainer_has_less_effect_where_choices_are_replayed(tmp_path):
+    """A trainer in bfloat16 rounds the scores of experts, and then chooses others for some tokens."""
+    sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4}
+    directory = make_close_model(tmp_path, "qwen3_moe", **sizes)
+    micro = make_micro_batches(make_rows(generate_all(directory)), tokens_per_micro_batch=1000)
+    gaps = {}
+    for replays in (False, True):
+        trainer = TorchTrainer(directory, settings(precision="bf16", router_replay=replays), seed=1)
+        ((column_N,),) = trainer.compute_logprobs([micro], model=None)
+        gaps[replays] = (column_N - micro[0].behaviour_N).abs()
+    assert gaps[True].max() < 0.02 < 0.05 < gaps[False].max()
+    assert gaps[True].mean() < gaps[False].mean() / 5
 
 
 def force_weights(router, chosen_MK, hidden):
