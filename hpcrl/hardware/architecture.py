@@ -115,6 +115,11 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_layers - self.num_dense_layers
 
     @property
+    def choice_bytes(self) -> int:
+        """The bytes of a token's experts in a record: one for each, or two where there are more than 255."""
+        return self.num_expert_layers * self.experts_per_token * (1 if self.num_experts <= 255 else 2)
+
+    @property
     def embedding_params(self) -> int:
         return self.vocabulary_size * self.hidden_size
 

@@ -1,4 +1,4 @@
-"""Whether engines report, and the trainer replays, the experts that tokens are sent to (`train.router_replay`). Pure.
+"""The conflicts of `train.router_replay` with the rest of a recipe: engines report experts, the trainer replays them. Pure.
 
 find_replay_conflict   the reason why a recipe cannot have it, with a fix
 """

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
+from hpcrl.hardware.architecture import read_architecture
 from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, make_model_shape
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_FP32, GIB, compute_window_bytes
@@ -21,7 +22,7 @@ from hpcrl.plan.demand import count_published, make_rank_setup
 
 DAY_S = 86400.0
 TOKEN_BYTES, TEACHER_TOKEN_BYTES = 13, 4
-"""The columns of a token: its id, log-prob, version and mask, and its log-prob under a teacher."""
+"""The columns of a token: its id, log-prob, version and mask, and its log-prob under a teacher; experts come on top."""
 TRAJECTORY_BYTES, TURN_BYTES = 400, 100
 """The facts of a trajectory, as of the quickstart: 718 bytes with 4.2 turns each."""
 EVENT_BYTES = 60
@@ -194,6 +195,8 @@ def _average_episode(recipe: Recipe) -> tuple[float, float]:
 def _estimate_trajectory_bytes(recipe: Recipe) -> float:
     num_turns, num_tokens = _average_episode(recipe)
     each = TOKEN_BYTES + TEACHER_TOKEN_BYTES * (recipe.teaching_judge is not None)
+    if recipe.train.router_replay and recipe.model.config:
+        each += read_architecture(recipe.model.config).choice_bytes
     return TRAJECTORY_BYTES + EVENT_BYTES + num_turns * TURN_BYTES + num_tokens * each
 
 

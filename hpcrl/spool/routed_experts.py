@@ -67,7 +67,7 @@ def read_span(span: ExpertSpan) -> NDArray[Any]:
     num = math.prod(span.shape)
     size = len(span.data) // num if num else 1
     if min(span.start, *span.shape) < 0 or size not in (1, 2) or size * num != len(span.data):
-        raise SpoolError(
+        raise EngineAnswerError(
             f"an engine reported experts of shape {span.shape} from {span.start} in {len(span.data)} bytes"
         )
     return np.frombuffer(span.data, EXPERT_DTYPES[size - 1]).reshape(span.shape)

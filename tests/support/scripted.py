@@ -3,11 +3,13 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+import msgspec
 import openai
 
 from hpcrl.engines.base import CompletionChunk, join_chunks
 from hpcrl.rollout.agents.server import ModelProxy
 from hpcrl.rollout.episode import EpisodeLimits
+from tests.support.reported_experts import report_experts
 from tests.support.sessions import session_of
 
 LIMITS = EpisodeLimits(max_turns=8, max_new_tokens=64, context_length=128, max_lag=1)
@@ -43,10 +45,18 @@ class ScriptedModel:
 
     async def stream(self, request):
         self.requests.append(request)
-        word = self.words.pop(0)
+        word, read = self.words.pop(0), list(request.token_ids)
+
+        def report(part):
+            """Report the experts of what was read for this part, as an engine that streams does."""
+            start = request.experts_from if len(read) == len(request.token_ids) else len(read) - 1
+            read.extend(part.token_ids)
+            spans = [] if request.experts_from is None else report_experts(read, start)
+            return msgspec.structs.replace(part, experts=spans)
+
         try:
             for piece in word[:-1] if isinstance(word, list) else []:
-                yield self.part(piece)
+                yield report(self.part(piece))
             match word[-1] if isinstance(word, list) else word:
                 case None:
                     self.hung.set()
@@ -54,7 +64,7 @@ class ScriptedModel:
                 case Exception() as error:
                     raise error
                 case last:
-                    yield self.part(last, finish_reason="stop" if last.endswith("<eos>") else "length")
+                    yield report(self.part(last, finish_reason="stop" if last.endswith("<eos>") else "length"))
         finally:
             self.ended.set()
 

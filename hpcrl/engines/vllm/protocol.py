@@ -2,7 +2,7 @@
 
 build_sampling_params      a request as vLLM's sampling parameters
 parse_completion           an answer of /inference/v1/generate
-ExpertForm, make_expert_form   what an answer has of experts
+ExpertForm, make_expert_form   the experts that an answer has
 read_events, parse_chunk   the same as a stream: its events, and the tokens in one
 parse_metrics, ServerLoad  the load in the text of /metrics
 MAX_SEED, CLAMPED_LOGPROB  limits of vLLM
@@ -62,7 +62,7 @@ def build_sampling_params(
 
 
 class ExpertForm(NamedTuple):
-    """What an answer has of experts: vLLM reports those of all layers, also of layers without any."""
+    """The experts that an answer has: vLLM reports all layers, also those without any."""
 
     start: int
     """The first token that was asked for."""
@@ -78,7 +78,7 @@ class ExpertForm(NamedTuple):
 
 
 def make_expert_form(fields: Mapping[str, Any], *, start: int) -> ExpertForm:
-    """Return the form of what is asked for from a token on, by the fields of the model's config.json."""
+    """Return the form of an answer from a token on, by the fields of the model's config.json."""
     shape, dense = read_architecture(fields), list_dense_layers(select_fields(fields))
     layers = [layer for layer in range(shape.num_layers) if layer not in dense]
     return ExpertForm(start=start, layers=layers, num_experts=shape.num_experts)

@@ -12,7 +12,11 @@ from hpcrl.learn.batch import (
     count_row_tokens,
     credit_last_token,
     empty_micro_batch,
+    make_chosen_rows,
     make_micro_batches,
+    make_packed_batches,
+    pad_to_shape,
+    spread_credit,
 )
 from hpcrl.learn.group_choice import choose_groups
 from hpcrl.spool.record import EpisodeTurn
@@ -304,3 +308,45 @@ def test_each_token_has_the_index_of_its_row():
 def test_an_empty_micro_batch_has_no_model_tokens():
     batch = empty_micro_batch()
     assert (batch.num_tokens, batch.num_sequences, batch.num_padded_tokens) == (0, 0, 1)
+
+
+def make_expert_rows(*, dtype):
+    """Make rows of three lengths; the second has no experts, and token t of the others the experts t and t + 1."""
+    rows = []
+    for length in (11, 10, 9):
+        numbers = np.arange(length)[:, None, None] + np.array([[[0, 1], [1, 0]]])
+        experts = None if length == 10 else numbers.astype(dtype)
+        one = trajectory(tokens=tuple(range(length)), generated=(False, *[True] * (length - 1)), experts=experts)
+        rows += make_chosen_rows(one, [(0, [1.0])], place_credit=spread_credit)
+    return rows
+
+
+@pytest.mark.parametrize(("dtype", "kind", "none"), [(np.uint8, "uint8", 255), (np.uint16, "int16", -1)])
+def test_experts_are_those_of_the_input_tokens_and_padding_has_no_choice(dtype, kind, none):
+    rows = make_expert_rows(dtype=dtype)
+    (padded,) = make_micro_batches(rows, tokens_per_micro_batch=30)
+    (packed,) = make_packed_batches(rows, tokens_per_micro_batch=30)
+    grown = pad_to_shape(padded, rows=4, length=13)
+    for micro, ends in ((padded, (10, 9, 8)), (grown, (10, 9, 8, 0)), (packed, (27,))):
+        experts_BTLK = micro.experts_BTLK
+        assert str(experts_BTLK.dtype) == f"torch.{kind}"
+        assert experts_BTLK.shape == (*micro.inputs_BT.shape, 2, 2)
+        first_BT, second_BT = experts_BTLK[..., 0, 0], experts_BTLK[..., 0, 1]
+        for row, end in enumerate(ends):
+            known_T = first_BT[row] != none
+            assert not known_T[end:].any()
+            assert (first_BT[row][known_T] == micro.inputs_BT[row][known_T]).all()
+            assert (second_BT[row][known_T] == micro.inputs_BT[row][known_T] + 1).all()
+        assert int((first_BT != none).sum()) == 10 + 8
+        assert (experts_BTLK[experts_BTLK[..., 0, 0] == none] == none).all()
+
+
+def test_micro_batches_without_experts_have_none_and_others_keep_them_in_host_memory():
+    (bare,) = make_micro_batches(make_expert_rows(dtype=np.uint8)[1:2], tokens_per_micro_batch=30)
+    assert bare.experts_BTLK is None
+    assert pad_to_shape(bare, rows=2, length=12).experts_BTLK is None
+    assert empty_micro_batch().experts_BTLK is None
+    (micro,) = make_micro_batches(make_expert_rows(dtype=np.uint8), tokens_per_micro_batch=30)
+    moved = micro.to("meta")
+    assert moved.inputs_BT.device.type == "meta"
+    assert moved.experts_BTLK is micro.experts_BTLK

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpcrl.campaign import submission_checks
@@ -9,9 +10,18 @@ from hpcrl.campaign.request import load_request
 from hpcrl.campaign.submission_checks import check_plan, check_request
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
-from hpcrl.plan.storage import StorageForecast, forecast_storage, judge_free_space, warn_late_retirement
+from hpcrl.hardware.architecture import read_architecture
+from hpcrl.plan.storage import (
+    StorageForecast,
+    _average_episode,
+    _count_episodes,
+    forecast_storage,
+    judge_free_space,
+    warn_late_retirement,
+)
 from hpcrl.system.free_space import FreeSpace
 from tests.support.plans import plan_recipe
+from tests.unit.plan.test_router_replay import QWEN3_MOE
 
 GIB = 2**30
 SIZE = "model.num_params=20_000_000"
@@ -34,6 +44,22 @@ def test_checkpoints_have_weights_and_two_moments_in_full_precision() -> None:
     rounded = forecast_storage(load_recipe("train.moments_dtype=bfloat16"))
     assert rounded is not None
     assert rounded.checkpoint_gib == pytest.approx(8 * shape.num_params / GIB)
+
+
+def test_the_experts_of_tokens_are_counted_where_they_are_recorded() -> None:
+    plain = load_recipe("train.num_steps=1000", "rollout.max_lag=1")
+    model = msgspec.structs.replace(plain.model, tiny=None, path="/models/qwen", config=QWEN3_MOE)
+    assert read_architecture(QWEN3_MOE).choice_bytes == 48 * 8
+    assert read_architecture(QWEN3_MOE | {"num_experts": 256}).choice_bytes == 2 * 48 * 8
+    found = []
+    for replays in (False, True):
+        train = msgspec.structs.replace(plain.train, router_replay=replays)
+        recipe = msgspec.structs.replace(plain, model=model, train=train)
+        need = forecast_storage(recipe)
+        assert need is not None
+        found.append(need.trajectories_gib)
+    num_tokens = _average_episode(recipe)[1] * _count_episodes(recipe)
+    assert (found[1] - found[0]) * GIB == pytest.approx(48 * 8 * num_tokens)
 
 
 def test_checkpoints_of_adapters_are_small() -> None:

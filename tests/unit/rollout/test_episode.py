@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -13,8 +14,10 @@ from hpcrl.errors import EngineError
 from hpcrl.rollout.episode import EpisodeLimits, retry_pause_s, run_episode
 from hpcrl.rollout.tasks import AgentTask
 from hpcrl.rollout.turn import MAX_INTERRUPTIONS
+from hpcrl.spool.rows import expand_row
 from hpcrl.testing.virtual_time import run_virtual
 from tests.support.completions import make_completion
+from tests.support.reported_experts import check_known, report_experts
 
 TASK = AgentTask(domain="lake", number=3, seed=11)
 END = 0
@@ -118,6 +121,41 @@ def test_every_token_is_recorded_as_it_came():
     assert list(trajectory.versions) == [5 * bool(mine) for mine in trajectory.loss_mask]
     assert not trajectory.logprobs[~trajectory.loss_mask].any()
     assert [(turn.start, turn.end, turn.reward) for turn in trajectory.turns] == [(5, 8, 1.0), (12, 17, 1.0)]
+
+
+class ReportingPolicy(ScriptedPolicy):
+    """Reports the experts that it is asked for, with all turns but those of these numbers."""
+
+    def __init__(self, *words, silent=()):
+        super().__init__(*words)
+        self.silent = silent
+
+    async def generate(self, request):
+        number = len(self.requests)
+        completion = await super().generate(request)
+        ids = [*request.token_ids, *completion.token_ids]
+        spans = [] if number in self.silent else report_experts(ids, request.experts_from)
+        return msgspec.structs.replace(completion, experts=spans)
+
+
+@pytest.mark.parametrize(("silent", "asked"), [((), [0, 7, 14]), ((1,), [0, 7, 7]), ((0, 1), [0, 0, 0])])
+def test_experts_are_asked_for_once_and_known_of_all_tokens_that_a_turn_read(silent, asked):
+    policy = ReportingPolicy("hi.", "ho.", "done.", silent=silent)
+    trajectory = asyncio.run(run(policy, records_experts=True))
+    assert "".join(map(chr, trajectory.token_ids)) == "[s11]hi\0[hi]ho\0[ho]done\0"
+    assert [request.experts_from for request in policy.requests] == asked
+    check_known(expand_row(trajectory, 0), [True] * (len(trajectory) - 1) + [False])
+
+
+def test_tokens_after_the_last_report_have_no_choice():
+    trajectory = asyncio.run(run(ReportingPolicy("hi.", "done.", silent=(1,)), records_experts=True))
+    check_known(expand_row(trajectory, 0), [True] * 7 + [False] * (len(trajectory) - 7))
+
+
+def test_experts_are_not_asked_for_unless_they_are_recorded():
+    policy = ReportingPolicy("hi.", "done.")
+    assert asyncio.run(run(policy)).experts is None
+    assert [request.experts_from for request in policy.requests] == [None, None]
 
 
 def test_only_the_first_turn_waits_for_the_version_that_the_episode_needs():

@@ -21,6 +21,7 @@ from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from hpcrl.traj.verify import record_error
 from tests.support.completions import make_completion
+from tests.support.reported_experts import check_known, report_experts
 
 START = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "go"}]
 
@@ -59,11 +60,12 @@ class Answerer:
         ids = self._layout.template.encode(self._texts[len(self.answers)])
         logprobs = [-len(self.answers) - place / 1024 for place in range(len(ids))]
         self.requests.append(request)
-        self.answers.append(make_completion(ids, version=5, logprobs=logprobs))
+        experts = report_experts([*request.token_ids, *ids], request.experts_from)
+        self.answers.append(make_completion(ids, version=5, logprobs=logprobs, experts=experts))
         return self.answers[-1]
 
 
-def play(texts, *, family="Qwen3", context_length=100_000, **env_options):
+def play(texts, *, family="Qwen3", context_length=100_000, records_experts=False, **env_options):
     """Play an episode of these answers; return its record as a reader gets it, and what generated it."""
     layout = layout_of(family)
     policy = Answerer(layout, texts)
@@ -79,7 +81,12 @@ def play(texts, *, family="Qwen3", context_length=100_000, **env_options):
             layout=layout,
             policy=policy,
             limits=EpisodeLimits(
-                max_turns=len(texts), max_new_tokens=99, context_length=context_length, max_lag=1, env_retries=0
+                max_turns=len(texts),
+                max_new_tokens=99,
+                context_length=context_length,
+                max_lag=1,
+                env_retries=0,
+                records_experts=records_experts,
             ),
             newest_version=lambda: 5,
             producer="000-env-0",
@@ -122,6 +129,13 @@ def test_every_generated_token_is_in_the_loss_once_and_each_row_is_what_the_engi
         assert row.token_ids[start:end].tolist() == policy.answers[number].token_ids
         assert end == len(row)
     assert [turn.reward for turn in record.turns] == [1.0] * len(texts)
+
+
+@given(ANSWERS)
+def test_each_row_has_the_experts_of_all_its_tokens_but_the_last(texts):
+    record, _ = play(texts, records_experts=True)
+    for row in list_rows(record):
+        check_known(row, [True] * (len(row) - 1) + [False])
 
 
 def test_prompts_are_what_the_template_makes_of_the_conversation_without_thoughts():

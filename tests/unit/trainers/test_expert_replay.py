@@ -56,7 +56,7 @@ def make_answered(prompt, completion):
     )
 
 
-def make_rows(trajectories):
+def list_training_rows(trajectories):
     return [
         row
         for one in trajectories
@@ -77,7 +77,7 @@ def close_model(request, tmp_path_factory):
 
 @pytest.mark.parametrize("make", [make_micro_batches, make_packed_batches])
 def test_replayed_logprobs_are_those_of_the_engine_though_the_trainer_would_choose_others(close_model, make):
-    (micro,) = make(make_rows(generate_all(close_model)), tokens_per_micro_batch=1000)
+    (micro,) = make(list_training_rows(generate_all(close_model)), tokens_per_micro_batch=1000)
     model = load_causal(close_model)
     perturb_routers(model)
     with torch.no_grad():
@@ -91,7 +91,7 @@ def test_rounding_in_the_trainer_has_less_effect_where_choices_are_replayed(tmp_
     """A trainer in bfloat16 rounds the scores of experts, and then chooses others for some tokens."""
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 4}
     directory = make_close_model(tmp_path, "qwen3_moe", **sizes)
-    micro = make_micro_batches(make_rows(generate_all(directory)), tokens_per_micro_batch=1000)
+    micro = make_micro_batches(list_training_rows(generate_all(directory)), tokens_per_micro_batch=1000)
     gaps = {}
     for replays in (False, True):
         trainer = TorchTrainer(directory, settings(precision="bf16", router_replay=replays), seed=1)
@@ -119,7 +119,7 @@ def force_weights(router, chosen_MK, hidden):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_gradient_is_that_of_a_plain_model_whose_experts_are_forced(tmp_path, family, recomputes):
     directory = make_family_model(tmp_path, family)
-    (micro,) = make_packed_batches(make_rows(replayed_batch(directory)[:5]), tokens_per_micro_batch=1000)
+    (micro,) = make_packed_batches(list_training_rows(replayed_batch(directory)[:5]), tokens_per_micro_batch=1000)
     assert (micro.experts_BTLK != 0xFF).all(), "the reference forces all tokens"
     replayed, forced, plain = (load_causal(directory) for _ in range(3))
     for layer, router in enumerate(find_routers(forced)):
@@ -147,20 +147,20 @@ def test_tokens_without_a_choice_have_the_trainers(tmp_path):
     unknown = [msgspec.structs.replace(each, experts=None) for each in others]
     model = load_causal(directory)
     with torch.no_grad():
-        (mixed,) = make_micro_batches(make_rows([one, *unknown]), tokens_per_micro_batch=1000)
+        (mixed,) = make_micro_batches(list_training_rows([one, *unknown]), tokens_per_micro_batch=1000)
         mine_N, own_N = replay_logprobs(model, mixed), replay_logprobs(load_causal(directory), mixed, is_on=False)
-        first_N = mixed.rows_N == [len(row) for row in sorted(make_rows([one, *unknown]), key=len, reverse=True)].index(
-            len(make_rows([one])[0])
-        )
+        first_N = mixed.rows_N == [
+            len(row) for row in sorted(list_training_rows([one, *unknown]), key=len, reverse=True)
+        ].index(len(list_training_rows([one])[0]))
         assert torch.equal(mine_N[~first_N], own_N[~first_N])
         assert not torch.allclose(mine_N[first_N], own_N[first_N], atol=1e-4)
         partly = np.array(one.experts)
         partly[-20:] = 0xFF
         (cut,) = make_micro_batches(
-            make_rows([msgspec.structs.replace(one, experts=partly)]), tokens_per_micro_batch=99
+            list_training_rows([msgspec.structs.replace(one, experts=partly)]), tokens_per_micro_batch=99
         )
         cut_N = replay_logprobs(load_causal(directory), cut)
-        (whole,) = make_micro_batches(make_rows([one]), tokens_per_micro_batch=99)
+        (whole,) = make_micro_batches(list_training_rows([one]), tokens_per_micro_batch=99)
         whole_N = replay_logprobs(load_causal(directory), whole)
         is_early = cut.mask_BT[0].nonzero()[:, 0] < len(one) - 20
         assert torch.allclose(cut_N[is_early], whole_N[is_early], atol=1e-6)
@@ -172,8 +172,8 @@ def test_a_step_replays_in_both_passes_of_the_policy_and_in_none_of_the_referenc
     directory = make_family_model(tmp_path, "qwen3_moe")
     kept = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
     on, off = (TorchTrainer(directory, settings(router_replay=each, **kept), seed=1) for each in (True, False))
-    micro = make_micro_batches(make_rows(replayed_batch(directory)), tokens_per_micro_batch=128)
-    bare = make_micro_batches(make_rows(batch()), tokens_per_micro_batch=128)
+    micro = make_micro_batches(list_training_rows(replayed_batch(directory)), tokens_per_micro_batch=128)
+    bare = make_micro_batches(list_training_rows(batch()), tokens_per_micro_batch=128)
     for model, replays in ((None, True), ("reference", False)):
         (with_experts,), (own,) = (trainer.compute_logprobs([micro], model=model) for trainer in (on, off))
         assert torch.allclose(torch.cat(with_experts), torch.cat(own), atol=1e-5) != replays
@@ -188,7 +188,7 @@ def test_a_step_replays_in_both_passes_of_the_policy_and_in_none_of_the_referenc
 def test_the_experts_of_another_model_are_refused(tmp_path):
     directory = make_family_model(tmp_path / "two", "qwen3_moe")
     other = make_family_model(tmp_path / "three", "qwen3_moe", num_experts=8, num_experts_per_tok=3)
-    (micro,) = make_micro_batches(make_rows(replayed_batch(directory)[:2]), tokens_per_micro_batch=1000)
+    (micro,) = make_micro_batches(list_training_rows(replayed_batch(directory)[:2]), tokens_per_micro_batch=1000)
     with pytest.raises(
         TrainError, match=r"reported 2 experts of a token in 2 layers.*the model has 3 of 8 in 2 layers"
     ):

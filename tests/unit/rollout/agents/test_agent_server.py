@@ -16,8 +16,10 @@ from hpcrl.rollout.agents import server as proxy_module
 from hpcrl.rollout.agents import text_form
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.rollout.episode import EpisodeLimits
+from hpcrl.spool.rows import expand_row
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.conversations import FACTS
+from tests.support.reported_experts import check_known
 from tests.support.scripted import CALL, LIMITS, QUESTION, TOOLS, opened
 from tests.support.sessions import session_of
 
@@ -147,6 +149,58 @@ def test_a_stop_text_ends_the_answer_and_is_not_sent(template, stream):
     assert on(template, body, ["a E", "ND b", None]) == ("a ", "a END", "stop")
 
 
+RECORDING = msgspec.structs.replace(LIMITS, records_experts=True, context_length=4096, max_turns=64)
+
+
+def list_known_rows(turns):
+    """Return the rows of a record, of which engines have read all tokens but the last."""
+    record = build_record(turns, FACTS, reward=1.0)
+    rows = [expand_row(record, number) for number in range(max(len(record.rows), 1))]
+    for row in rows:
+        check_known(row, [True] * (len(row) - 1) + [False])
+    return rows
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_experts_are_those_of_the_answer_that_a_stop_text_cut(template, stream):
+    async def body(client):
+        answer = await chat(client, stop=["END"], stream=stream)
+        if stream:
+            await chunks_of(answer)
+        return client.session.recording.turns
+
+    (turn,) = on(template, body, ["a E", "ND b", None], limits=RECORDING)
+    assert len(turn.completion.experts) == 2
+    assert turn.completion.experts[-1].end == len(turn.token_ids()) - 1
+    (row,) = list_known_rows([turn])
+    assert template.decode(row.token_ids.tolist()).endswith("a END")
+
+
+def test_later_turns_of_a_conversation_report_what_is_not_known_yet(template):
+    async def body(client):
+        messages = list(QUESTION)
+        for text in ("no", "yes", "so"):
+            answer = await chat(client, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": text}]
+        await chat(client, messages=[{"role": "user", "content": "other"}])
+        return client.policy.requests, client.session.recording.turns
+
+    requests, turns = on(template, body, "=3<eos>", "=2<eos>", "=4<eos>", "=5<eos>", limits=RECORDING)
+    first, second, third, other = (request.experts_from for request in requests)
+    assert (first, other) == (0, 0)
+    assert second == len(turns[0].token_ids()) - 1
+    assert third == len(turns[1].token_ids()) - 1
+    assert len(list_known_rows(turns)) == 2
+
+
+def test_experts_are_asked_for_only_where_they_are_recorded(template):
+    async def body(client):
+        await chat(client)
+        return client.policy.requests[0].experts_from, client.session.recording.turns[0].completion.experts
+
+    assert on(template, body, "=3<eos>") == (None, [])
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     return load_chat_template(save_family(tmp_path_factory.mktemp("qwen"), FAMILIES["Qwen2.5"]))
@@ -164,7 +218,7 @@ def play_steps(template, words, *, stop, add=""):
             messages = [*messages, {"role": "assistant", "content": message.content + add}, observed]
         return prompts, client.session.recording.turns
 
-    return on(template, body, *words, limits=msgspec.structs.replace(LIMITS, context_length=4096, max_turns=64))
+    return on(template, body, *words, limits=RECORDING)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +237,7 @@ def test_no_prompt_has_a_stop_that_the_program_neither_received_nor_sent(qwen, w
     trajectory = build_record(turns, FACTS, reward=1.0)
     trained = [int(token) for token in trajectory.token_ids[trajectory.loss_mask]]
     assert trained == [token for turn in turns for token in turn.completion.token_ids], "each is trained once"
+    list_known_rows(turns)
     assert len(trajectory.token_ids) < 2 * len(turns[-1].token_ids()), "rows share their starts"
 
 

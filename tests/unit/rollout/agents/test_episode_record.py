@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from hpcrl.learn.batch import compute_row_lengths, count_row_tokens
 from hpcrl.rollout.agents.episode_record import build_record, measure_engines_s
 from hpcrl.spool.record import attach_columns, pack_trajectory, parse_facts, sum_phase_times
+from hpcrl.spool.routed_experts import find_known_tokens
 from hpcrl.spool.rows import count_by_fate, expand_row, list_placed_turns, list_row_turns
 from hpcrl.spool.token_fates import measure_trained_share
 from hpcrl.traj.verify import record_error
 from tests.support.conversations import FACTS, answer, call_trees
+from tests.support.reported_experts import choose_by_prefix, report_experts
 
 
 def generated(turns):
@@ -71,6 +73,28 @@ def test_every_row_is_what_the_engine_saw_and_answered(turns, choice):
             assert row.token_ids[:start].tolist() == turns[number].prompt.token_ids()
             assert row.token_ids[start:end].tolist() == turns[number].completion.token_ids
     assert sorted(itertools.chain(*list_row_turns(record))) == list(range(len(turns)))
+
+
+@given(call_trees(), st.sets(st.integers(0, 7)))
+def test_every_row_has_the_experts_of_its_tokens_but_of_those_that_no_later_turn_read(turns, silent):
+    """An engine may report none with some turns, as where a stream ended early; the next turn then asks for them."""
+    renewed, reports = {}, {}
+    for turn in turns:
+        prompt = replace(turn.prompt, parent=renewed.get(turn.prompt.parent))
+        spans = [] if turn.number in silent else report_experts(turn.token_ids(), prompt.num_read)
+        renewed[turn] = replace(turn, prompt=prompt, completion=msgspec.structs.replace(turn.completion, experts=spans))
+        reports[turn.number] = [span.end for span in spans]
+    record, rows = store(list(renewed.values()), choice="all")
+    if not any(reports.values()):
+        assert record.experts is None
+        return
+    for row, placed in zip(rows, list_placed_turns(record), strict=True):
+        num_known = max((end for number, _, _ in placed for end in reports[number]), default=0)
+        known = find_known_tokens(row.experts)
+        assert known[:num_known].all()
+        np.testing.assert_array_equal(row.experts[known], choose_by_prefix(row.token_ids)[known])
+        if not silent:
+            assert known.sum() >= len(row) - 1
 
 
 @given(call_trees(), st.sampled_from(["longest", "last"]))
