@@ -1,4 +1,4 @@
-"""The conflicts of `train.router_replay` with the rest of a recipe: engines report experts, the trainer replays them. Pure.
+"""The conflicts of `train.router_replay`: engines report experts, and the trainer replays them. Pure.
 
 find_replay_conflict   the reason why a recipe cannot have it, with a fix
 """

@@ -335,7 +335,7 @@ class MegatronTrainer:
     def _of_one_shape(self, part: Minibatch) -> Minibatch:
         """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape.
 
-        Where ranks have several parts of the model, stages take turns with as many micro-batches as there are stages.
+        Where ranks have several parts of the model, they take turns with a micro-batch for each stage.
         """
         num, rank = self.world.max(len(part)), self._model_part.rank
         num += -num % rank.num_pp * (rank.num_chunks > 1)
