@@ -106,3 +106,37 @@ def test_the_next_version_does_not_wait_for_a_delay_of_the_one_before() -> None:
     work.run(is_prepared.set)
     assert is_prepared.wait(60.0)
     assert done == ["first", "release", "next"]
+
+
+class PaddedExperts(torch.nn.Module):
+    """A layer whose kernel needs four rows, as vLLM's for experts on CPUs needs 32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+        self.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=self))
+
+    @staticmethod
+    def process_weights_after_loading(layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter(torch.cat([layer.weight, torch.zeros(1, 2)]), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            own = getattr(self, name)
+            own.weight_loader(own, tensor)
+
+
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_rows_that_packing_adds_are_in_no_version(num_versions: int) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: TID251
+
+    from hpcrl.engines.vllm.weight_twin import ModelTwin
+
+    layer = PaddedExperts()
+    record_metadata_for_reloading(layer)
+    layer.process_weights_after_loading(layer)
+    for version in range(1, num_versions + 1):
+        twin = ModelTwin(layer)
+        twin.fill([("weight", torch.full((3, 2), float(version)))], model_config=CONFIG)
+        twin.take_over()
+        assert layer.weight.tolist() == [[version, version]] * 3 + [[0, 0]]
