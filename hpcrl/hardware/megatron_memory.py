@@ -26,6 +26,9 @@ EXPERT_INNER_PARTS = 6
 """Tensors of the inner size that an expert keeps, whose product is weighted too."""
 EXPERT_OUTPUT_PARTS = 5
 """Tensors of all outputs of experts at the end of a layer: by expert, by rank, in the order of tokens."""
+CHUNK_BUFFERS = 3
+"""Tensors that are on their way while a stage with several parts of the model computes: a received input, a received
+gradient, and one that is sent."""
 EXPERT_IMBALANCE = 1.5
 """The tokens of the rank with the busiest experts, over their mean: an assumption, since routers decide."""
 
@@ -65,8 +68,10 @@ class _StageLayers(NamedTuple):
 
     num_dense: int
     num_with_experts: int
-    num_in_flight: int
-    """The micro-batches whose activations it keeps at once."""
+    num_in_flight: float
+    """The micro-batches whose activations it keeps at once; of several parts of the model, their mean."""
+    num_sent: float
+    """The tensors between stages, of a micro-batch each, that it keeps at once."""
     is_first: bool
     is_last: bool
 
@@ -85,13 +90,23 @@ def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, 
 def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _StageLayers:
     """Return a stage; layers without experts are the first ones."""
     per_stage = -(-shape.num_layers // setup.pipeline_parallel)
-    num_dense = min(max(shape.num_dense_layers - index * per_stage, 0), per_stage)
+    num_after, num_chunks = setup.pipeline_parallel - 1 - index, setup.pipeline_chunks
+    per_chunk = per_stage // num_chunks
+    firsts = ((chunk * setup.pipeline_parallel + index) * per_chunk for chunk in range(num_chunks))
+    num_dense = sum(min(max(shape.num_dense_layers - first, 0), per_chunk) for first in firsts)
+    is_last = num_after == 0
+    in_flight = float(num_after + 1)
+    sent = in_flight + 1.0 if num_after else 0.0  # and the gradient of one of them
+    if num_chunks > 1:
+        num_parts = 2 * num_after + (num_chunks - 1) * setup.pipeline_parallel + 1
+        in_flight, sent = num_parts / num_chunks, num_parts + 1 - 2 * is_last + CHUNK_BUFFERS
     return _StageLayers(
         num_dense=num_dense,
         num_with_experts=per_stage - num_dense,
-        num_in_flight=setup.pipeline_parallel - index,
+        num_in_flight=in_flight,
+        num_sent=sent,
         is_first=index == 0,
-        is_last=index == setup.pipeline_parallel - 1,
+        is_last=is_last,
     )
 
 
@@ -161,9 +176,7 @@ def _list_moments(
     kinds = [False] * bool(stage.num_dense) + [True] * bool(stage.num_with_experts)
     working = num_tokens * max(_count_working_bytes(shape, setup, has_experts=kind) for kind in kinds)
     gradient = (BYTES_FP32 + each * setup.is_bf16) * _count_first_matrix(shape, stage) / num_tp
-    in_flight = stage.num_in_flight * kept
-    if not stage.is_last:  # what it has sent for each of them, and the gradient that it gets for one
-        in_flight += num_tokens * (stage.num_in_flight + 1) * each * hidden / num_tp
+    in_flight = stage.num_in_flight * kept + stage.num_sent * num_tokens * each * hidden / num_tp
     # Where a dense MLP comes to the gradient of its first matrix, it has released its inner tensors.
     released = num_tokens * DENSE_INNER_PARTS * each * shape.dense_inner / num_tp * (not stage.num_with_experts)
     moments = [
@@ -178,7 +191,7 @@ def _list_moments(
         whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
         head_gradient = each * shape.embedding_params + BYTES_FP32 * shape.embedding_params / num_tp * setup.is_bf16
         chunk = LOGITS_CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
-        moments.append(PassMoment("head", whole, kept + last, chunk + head_gradient))
+        moments.append(PassMoment("head", whole, in_flight + last, chunk + head_gradient))
     return moments
 
 

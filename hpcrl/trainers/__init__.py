@@ -13,6 +13,7 @@ published_adapters  what engines are sent of them
 model_files       model directories, of which each rank reads its slices
 token_model       a causal model that returns log-probs
 critic            the value model
+attention    attention without a matrix of all pairs of tokens
 context_group     ranks that divide the positions of their rows
 expert_balance    the loss that balances the experts of a layer
 expert_replay     the experts that engines chose, in place of the trainer's choice

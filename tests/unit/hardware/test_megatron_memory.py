@@ -23,6 +23,7 @@ NUM_TOKENS = 2048
 ONE_RANK = [(family, recompute) for family in ("qwen3", "qwen3_moe") for recompute in (False, True)]
 TWO_RANKS = [(name, recompute) for name in ("tensor_parallel", "context_parallel") for recompute in (True, False)]
 TWO_RANKS += [("pipeline_parallel", True)]
+CHUNKS = [{"pipeline_parallel": 2, "pipeline_chunks": 2, "recompute": recompute} for recompute in (True, False)]
 
 
 def test_the_state_of_a_small_model_is_counted_by_hand() -> None:
@@ -64,11 +65,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def measure(num_ranks: int, models: dict[str, Path], cases: list[tuple[str, dict[str, Any]]]) -> list[int]:
+def measure(num_ranks: int, models: dict[str, Path], cases: list[tuple[str, dict[str, Any]]], **more: Any) -> list[int]:
     """Return, for each case, the bytes of the rank that holds most."""
     from hpcrl.testing.ranks import run_ranks
 
-    given = [{"model": str(models[family]), "train": train, "num_tokens": NUM_TOKENS} for family, train in cases]
+    given = [{"model": str(models[family]), "train": train, "num_tokens": NUM_TOKENS} | more for family, train in cases]
     ranks = run_ranks(num_ranks, "tests.support.live_bytes:measure_megatron_passes", given, timeout_s=600)
     return [max(each) for each in zip(*ranks, strict=True)]
 
@@ -96,3 +97,14 @@ def test_the_passes_of_parallel_ranks_hold_what_is_estimated(models: dict[str, P
     for (name, recompute), num_bytes in zip(TWO_RANKS, measured, strict=True):
         estimated = estimate(models["qwen3"], num_ranks=2, has_recompute=recompute, **{name: 2})
         assert estimated == pytest.approx(num_bytes, rel=0.07), (name, recompute)
+
+
+@pytest.mark.timeout(900)
+def test_stages_with_several_parts_of_the_model_hold_what_is_estimated(models: dict[str, Path]) -> None:
+    """More micro-batches than are ever under way at once are given."""
+    skip_without_megatron()
+    measured = measure(2, models, [("qwen3", train) for train in CHUNKS], num_micro_batches=4)
+    for train, num_bytes in zip(CHUNKS, measured, strict=True):
+        setup = {"has_recompute": train["recompute"], "pipeline_parallel": 2, "pipeline_chunks": 2}
+        estimated = estimate(models["qwen3"], num_ranks=2, **setup)
+        assert estimated == pytest.approx(num_bytes, rel=0.07), train
