@@ -29,6 +29,10 @@ EXPERT_OUTPUT_PARTS = 5
 CHUNK_BUFFERS = 3
 """Tensors that are on their way while a stage with several parts of the model computes: a received input, a received
 gradient, and one that is sent."""
+NORM_GRADIENT_PARTS = 5
+"""Tensors in float32 of its input's size that exist at once while a norm's gradient is computed."""
+ANGLE_PARTS = 4
+"""Tensors of the size of a head that a layer keeps of each position: sine and cosine, for queries and for keys."""
 EXPERT_IMBALANCE = 1.5
 """The tokens of the rank with the busiest experts, over their mean: an assumption, since routers decide."""
 
@@ -71,7 +75,8 @@ class _StageLayers(NamedTuple):
     num_in_flight: float
     """The micro-batches whose activations it keeps at once; of several parts of the model, their mean."""
     num_sent: float
-    """The tensors between stages, of a micro-batch each, that it keeps at once."""
+    """The tensors between stages, of a micro-batch each, that it has at once: what it sends stays with it, and the
+    gradient comes into a tensor of the same size."""
     is_first: bool
     is_last: bool
 
@@ -96,10 +101,10 @@ def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -
     num_dense = sum(min(max(shape.num_dense_layers - first, 0), per_chunk) for first in firsts)
     is_last = num_after == 0
     in_flight = float(num_after + 1)
-    sent = in_flight + 1.0 if num_after else 0.0  # and the gradient of one of them
+    sent = in_flight * (not is_last)
     if num_chunks > 1:
         num_parts = 2 * num_after + (num_chunks - 1) * setup.pipeline_parallel + 1
-        in_flight, sent = num_parts / num_chunks, num_parts + 1 - 2 * is_last + CHUNK_BUFFERS
+        in_flight, sent = num_parts / num_chunks, num_parts - is_last + CHUNK_BUFFERS
     return _StageLayers(
         num_dense=num_dense,
         num_with_experts=per_stage - num_dense,
@@ -176,22 +181,30 @@ def _list_moments(
     kinds = [False] * bool(stage.num_dense) + [True] * bool(stage.num_with_experts)
     working = num_tokens * max(_count_working_bytes(shape, setup, has_experts=kind) for kind in kinds)
     gradient = (BYTES_FP32 + each * setup.is_bf16) * _count_first_matrix(shape, stage) / num_tp
-    in_flight = stage.num_in_flight * kept + stage.num_sent * num_tokens * each * hidden / num_tp
-    # Where a dense MLP comes to the gradient of its first matrix, it has released its inner tensors.
-    released = num_tokens * DENSE_INNER_PARTS * each * shape.dense_inner / num_tp * (not stage.num_with_experts)
+    buffer = num_tokens * each * hidden * (num_tp > 1)  # in which inputs of products are gathered, for all layers
+    ended = num_tokens * max(_count_ended_bytes(shape, setup, has_experts=kind) for kind in kinds)
+    released = num_tokens * max(_count_released_bytes(shape, setup, has_experts=kind) for kind in kinds)
+    # Embeddings are in float32 whatever the precision of products is.
+    between = (BYTES_FP32 - each) * stage.is_first * stage.num_in_flight + each * stage.num_sent
+    held = stage.num_in_flight * kept + num_tokens * between * hidden / num_tp + buffer
     moments = [
-        PassMoment("layer", 0.0, in_flight + working),
-        PassMoment("first-gradient", gradient, in_flight + working - released),
+        PassMoment("layer", 0.0, held + working),
+        PassMoment("layer-gradient", gradient, held + working - released),
+        PassMoment("again" if setup.has_recompute else "forward", 0.0, held + ended),
     ]
-    if setup.has_recompute:
-        again = num_tokens * max(_count_again_bytes(shape, setup, has_experts=kind) for kind in kinds)
-        moments.append(PassMoment("again", 0.0, in_flight + again))
     if stage.is_last:
-        last = num_tokens / num_tp * (NORM_BYTES * hidden + 2 * each * hidden)
-        whole = each * shape.embedding_params * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
-        head_gradient = each * shape.embedding_params + BYTES_FP32 * shape.embedding_params / num_tp * setup.is_bf16
-        chunk = LOGITS_CHUNK_BYTES * min(num_tokens / num_tp * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
-        moments.append(PassMoment("head", whole, in_flight + last, chunk + head_gradient))
+        own, embedding = num_tokens / num_tp, shape.embedding_params
+        last = own * (NORM_BYTES * hidden + 2 * each * hidden)
+        whole = each * embedding * (num_tp > 1 or setup.is_bf16)  # gathered, or in another precision
+        share = min(own * shape.vocabulary_size / MAX_CHUNK_LOGITS, 1.0)
+        chunk = share * (LOGITS_CHUNK_BYTES + each * MAX_CHUNK_LOGITS)
+        # The whole gradient is summed and divided, and then has the precision of the weights.
+        own_gradient = embedding / num_tp * (each * (num_tp > 1) + BYTES_FP32 * setup.is_bf16)
+        moments += [
+            PassMoment("head", whole, held + last, chunk + each * embedding),
+            PassMoment("head-gradient", whole + own_gradient, held + last, each * embedding),
+            PassMoment("norm", 0.0, held + own * NORM_GRADIENT_PARTS * BYTES_FP32 * hidden),
+        ]
     return moments
 
 
@@ -206,28 +219,32 @@ def _count_saved_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_ex
     """Count what a layer keeps of a token if it keeps all."""
     each, hidden = setup.compute_bytes, shape.hidden_size
     around = shape.num_layer_norms * (NORM_BYTES + each) * hidden + _count_attention_bytes(shape, setup)
+    angles = ANGLE_PARTS * each * (shape.rope_dim or shape.head_dim)  # of all positions
     if not has_experts:
-        return (around + DENSE_INNER_PARTS * each * shape.dense_inner) / setup.tensor_parallel
+        return angles + (around + DENSE_INNER_PARTS * each * shape.dense_inner) / setup.tensor_parallel
     routed = _count_routed(shape, setup) * each * (hidden + EXPERT_INNER_PARTS * shape.expert_inner)
     router = BYTES_FP32 * shape.num_experts
     shared = DENSE_INNER_PARTS * each * shape.shared_inner
-    return (around + routed + router + shared) / setup.tensor_parallel
+    return angles + (around + routed + router + shared) / setup.tensor_parallel
 
 
 def _count_attention_bytes(shape: ModelArchitecture, setup: MegatronSetup) -> int:
     """Count what attention keeps of a token: queries, keys, values, its output, the sums of its softmax, its norms."""
     each, swapped = setup.compute_bytes, 0
     queries, outputs = shape.num_heads * shape.head_dim, shape.num_heads * shape.value_dim
-    num_kv_heads = shape.num_heads if shape.kv_rank else shape.num_kv_heads
-    keys, values = num_kv_heads * shape.head_dim, num_kv_heads * shape.value_dim
+    if shape.kv_rank:  # queries, keys, values and outputs of their size (trainers/attention.py), and the outputs
+        kept = 4 * queries + outputs
+        ranks = shape.query_rank + shape.kv_rank
+        return each * (kept + ranks) + NORM_BYTES * ranks + BYTES_FP32 * shape.num_heads
+    keys, values = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
     # Queries and keys are kept after they were turned by their positions, beside the tensor that they come from.
     if setup.context_parallel > 1:  # values beside the tensor that they come from, and the output before its swap
         num_heads = shape.num_heads // setup.tensor_parallel
-        num_groups = max(num_kv_heads // setup.tensor_parallel, 1)
+        num_groups = max(shape.num_kv_heads // setup.tensor_parallel, 1)
         repeats = count_kv_repeats(num_heads, num_groups, size=setup.context_parallel)
         swapped = values * repeats + keys * (repeats - 1) + outputs
     kept = queries + keys + (queries + keys + values) + outputs + swapped
-    norms = NORM_BYTES * ((queries + keys) * shape.has_query_norm + shape.query_rank + shape.kv_rank)
+    norms = NORM_BYTES * (queries + keys) * shape.has_query_norm
     return each * kept + norms + BYTES_FP32 * shape.num_heads
 
 
@@ -242,11 +259,18 @@ def _count_working_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_
     return needed + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
 
 
-def _count_again_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
-    """Count what a token holds at the end of a layer that is computed again: also its output, or those of experts."""
+def _count_released_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what a token has released of that when the gradient of the MLP's first matrix is there."""
+    if has_experts:
+        return setup.compute_bytes * _count_routed(shape, setup) * shape.hidden_size / setup.tensor_parallel
+    return setup.compute_bytes * DENSE_INNER_PARTS * shape.dense_inner / setup.tensor_parallel
+
+
+def _count_ended_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
+    """Count what a token holds at the end of a layer beside what all keep: its output, or those of experts."""
     num_outputs = EXPERT_OUTPUT_PARTS * _count_routed(shape, setup) if has_experts else 2
     outputs = num_outputs * setup.compute_bytes * shape.hidden_size / setup.tensor_parallel
-    return outputs + _count_saved_bytes(shape, setup, has_experts=has_experts)
+    return outputs + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
 
 
 def _count_routed(shape: ModelArchitecture, setup: MegatronSetup) -> float:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.errors import TrainError
+from hpcrl.models.weight_files import make_empty
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.model_files import open_causal, open_critic
 from hpcrl.trainers.token_model import TokenModel
@@ -212,3 +213,12 @@ def test_a_rank_holds_about_its_share_in_host_memory(tmp_path):
     for ratio, share in run_ranks(2, "tests.unit.trainers.test_model_files:measure_memory", str(tmp_path)):
         assert share > 70e6
         assert ratio < 1.3
+
+
+def test_experts_that_no_node_could_hold_have_a_shape_and_no_memory():
+    """One layer of them would have 4 TiB while the model is made."""
+    sizes = {"hidden_size": 16384, "moe_intermediate_size": 8192, "num_experts": 4096, "num_hidden_layers": 1}
+    module = make_empty(AutoConfig.for_model("qwen3_moe", **sizes), AutoModelForCausalLM, dtype=torch.bfloat16)
+    experts = module.model.layers[0].mlp.experts.gate_up_proj
+    assert (experts.shape, experts.device.type) == ((4096, 2 * 8192, 16384), "meta")
+    assert module.model.rotary_emb.inv_freq.device.type == "cpu"
