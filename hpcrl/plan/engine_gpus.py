@@ -12,7 +12,7 @@ import msgspec
 from hpcrl.config.engine_speed import count_copy_bytes
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
-from hpcrl.hardware.architecture import ModelArchitecture, read_max_context
+from hpcrl.hardware.architecture import KNOWN_FAMILIES, ModelArchitecture, read_max_context
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB, compute_engine_gib
@@ -52,9 +52,13 @@ def divides_experts(shape: ModelArchitecture, num_ranks: int, *, engine: EngineC
     """Return whether the ranks of a stage, in all copies, divide the experts evenly: whole ones, or the rows of each.
 
     vLLM itself would give the first ranks one expert more than the others; they would decide memory and time of all.
+    Slices that are not equal it refuses, but for some families it adds rows first.
     """
-    divided = shape.num_experts if engine.expert_parallel else shape.expert_inner
-    return not shape.num_expert_layers or not divided % num_ranks
+    if not shape.num_expert_layers:
+        return True
+    if engine.expert_parallel:
+        return not shape.num_experts % num_ranks
+    return shape.family not in KNOWN_FAMILIES or not shape.expert_inner % num_ranks
 
 
 def _choose_number(role: RoleName, recipe: Recipe, site: Site) -> tuple[int, str]:

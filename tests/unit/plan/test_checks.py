@@ -281,6 +281,7 @@ def test_experts_are_divided_over_all_copies_of_the_model_whole_or_by_rows() -> 
     rows = ("resources.decode.gpus_per_worker=12", "engine.data_parallel=3")
     assert "the inner size 64 of experts cannot be divided among the 12 ranks" in refuse_plan(*EXPERTS, *rows)
     check_recipe(make_recipe(*EXPERTS, *rows, WHOLE))
+    check_recipe(make_recipe(*EXPERTS, *rows, "model.config.model_type=gpt_oss"))  # vLLM adds rows
 
 
 def test_weights_that_would_be_rounded_twice_are_refused() -> None:
