@@ -9,7 +9,7 @@ from hpcrl.hardware.architecture import REPLAY_FAMILIES, read_architecture
 
 def find_replay_conflict(recipe: Recipe) -> str | None:
     """Return why `train.router_replay` cannot act in a recipe that has it, with a fix; None if it can."""
-    found = _find_model_conflict(recipe) or _find_trainer_conflict(recipe) or _find_engine_conflict(recipe)
+    found = _find_model_conflict(recipe) or _find_engine_conflict(recipe)
     return f"train.router_replay = true {found}" if found else None
 
 
@@ -23,12 +23,6 @@ def _find_model_conflict(recipe: Recipe) -> str | None:
             f'is not known to be right for a model of type "{family}": only for {", ".join(sorted(REPLAY_FAMILIES))}; '
             "remove it"
         )
-    return None
-
-
-def _find_trainer_conflict(recipe: Recipe) -> str | None:
-    if recipe.train.trainer == "megatron":
-        return 'is not supported by trainer "megatron": remove it, or set train.trainer = "torch"'
     return None
 
 

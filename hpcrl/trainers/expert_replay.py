@@ -8,8 +8,12 @@ reaches the router. A token without a choice has the trainer's.
 
     ExpertReplay       the routers of a model of transformers, with the choices of a micro-batch
     compute_weights    the weights of chosen experts, as a router of transformers computes them
+    check_choices, take_choices, choose_experts   the choices of a micro-batch, for any trainer
 
-Legend: B rows, T positions, M tokens of this rank, L layers with experts, E experts, K experts of a token
+Megatron's routers are in megatron/stage_replay.py.
+
+Legend: B rows, T positions, S those of this rank, M tokens of this rank, L layers with experts, E experts, K experts of
+a token
 """
 
 from collections.abc import Iterator
@@ -59,32 +63,45 @@ class ExpertReplay:
         """Return the choices for this rank's tokens on its device; -1 stands for none."""
         if (experts_BTLK := micro.experts_BTLK) is None:
             return None
-        self._check(experts_BTLK)
-        padding = -micro.inputs_BT.shape[1] % self._context.size
-        own_BSLK = self._context.take(pad_experts(experts_BTLK, (0, padding)))
-        own_MLK = own_BSLK.flatten(0, 1).to(micro.inputs_BT.device)
-        return own_MLK.short().masked_fill(own_MLK == 0xFF, -1) if own_MLK.dtype == torch.uint8 else own_MLK
-
-    def _check(self, experts_BTLK: Tensor) -> None:
-        """Raise TrainError if these cannot be choices of this model."""
-        router, seen = self._routers[0], tuple(experts_BTLK.shape[2:])
-        known = experts_BTLK[experts_BTLK != 0xFF] if experts_BTLK.dtype == torch.uint8 else experts_BTLK
-        highest = int(known.max()) if known.numel() else 0
-        if seen != (len(self._routers), router.top_k) or highest >= router.num_experts:
-            raise TrainError(
-                f"the engine reported {seen[1]} experts of a token in {seen[0]} layers, with numbers up to {highest}; "
-                f"the model has {router.top_k} of {router.num_experts} in {len(self._routers)} layers: engine and "
-                "trainer must use the same model directory"
-            )
+        first = self._routers[0]
+        check_choices(
+            experts_BTLK, num_layers=len(self._routers), num_chosen=first.top_k, num_experts=first.num_experts
+        )
+        return take_choices(experts_BTLK, micro, context=self._context).flatten(0, 1)
 
     def _replace(self, layer: int, router: Any, _inputs: Any, outputs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return what a router would if it had chosen these experts."""
         if self._experts_MLK is None:
             return None
         logits_ME, weights_MK, own_MK = outputs
-        given_MK = self._experts_MLK[:, layer].to(own_MK.dtype)
-        chosen_MK = given_MK.where(given_MK >= 0, own_MK)
+        chosen_MK = choose_experts(self._experts_MLK[:, layer], own_MK)
         return logits_ME, compute_weights(router, logits_ME, chosen_MK).to(weights_MK.dtype), chosen_MK
+
+
+def check_choices(experts_BTLK: Tensor, *, num_layers: int, num_chosen: int, num_experts: int) -> None:
+    """Raise TrainError if these cannot be choices of a model with this number of layers with experts."""
+    seen = tuple(experts_BTLK.shape[2:])
+    known = experts_BTLK[experts_BTLK != 0xFF] if experts_BTLK.dtype == torch.uint8 else experts_BTLK
+    highest = int(known.max()) if known.numel() else 0
+    if seen != (num_layers, num_chosen) or highest >= num_experts:
+        raise TrainError(
+            f"the engine reported {seen[1]} experts of a token in {seen[0]} layers, with numbers up to {highest}; the "
+            f"model has {num_chosen} of {num_experts} in {num_layers} layers: engine and trainer must use the same "
+            "model directory"
+        )
+
+
+def take_choices(experts_BTLK: Tensor, micro: MicroBatch, *, context: ContextGroup) -> Tensor:
+    """Return the choices for this rank's positions of a micro-batch, on its device; -1 stands for none."""
+    padding = -micro.inputs_BT.shape[1] % context.size
+    own_BSLK = context.take(pad_experts(experts_BTLK, (0, padding))).to(micro.inputs_BT.device)
+    return own_BSLK.short().masked_fill(own_BSLK == 0xFF, -1) if own_BSLK.dtype == torch.uint8 else own_BSLK
+
+
+def choose_experts(given_MK: Tensor, own_MK: Tensor) -> Tensor:
+    """Return the experts that were given, or a router's own where there are none."""
+    given_MK = given_MK.to(own_MK.dtype)
+    return given_MK.where(given_MK >= 0, own_MK)
 
 
 def compute_weights(router: Any, logits_ME: Tensor, chosen_MK: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -156,9 +157,13 @@ def trained(trainer, *, first=1, last=5, make=batch):
 def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1, last=5):
     """Train some steps on one rank of several, from a checkpoint or the start; perhaps save another checkpoint."""
     torch.set_num_threads(1)
-    return _train(
-        TorchTrainer(Path(model_dir), settings(**changed), seed=3, world=world), load_from, save_to, first, last
-    )
+    trainer = TorchTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
+    return _train(trainer, load_from, save_to, first, last, make=_choose_batch(model_dir, changed))
+
+
+def _choose_batch(model_dir, changed):
+    """Return the function that makes the episodes of a step, with experts where these are to be replayed."""
+    return partial(replayed_batch, Path(model_dir)) if changed.get("router_replay") else batch
 
 
 def train_variants(world, model_dir, variants, sharding):
@@ -190,7 +195,7 @@ def train_megatron(world, model_dir, changed, load_from=None, save_to=None, firs
 
     torch.set_num_threads(1)
     trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
-    return _train(trainer, load_from, save_to, first, last)
+    return _train(trainer, load_from, save_to, first, last, make=_choose_batch(model_dir, changed))
 
 
 def spread_logprobs(world, model_dir, degree, seed=0):
@@ -259,10 +264,10 @@ def train_forked(world, model_dir, trainer, variants):
     return [trained(one, last=2, make=forked_batch) for one in made]
 
 
-def _train(trainer, load_from, save_to, first, last):
+def _train(trainer, load_from, save_to, first, last, make=batch):
     if load_from is not None:
         trainer.load(Path(load_from))
-    result = trained(trainer, first=first, last=last)
+    result = trained(trainer, first=first, last=last, make=make)
     if save_to is not None:
         Path(save_to).mkdir(exist_ok=True)
         trainer.snapshot().write(Path(save_to))

@@ -20,7 +20,8 @@ nothing: a trainer has no dropout.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,7 @@ from hpcrl.trainers.megatron.layers import (
     skip_output_layer,
 )
 from hpcrl.trainers.megatron.stage_balance import StageBalance
+from hpcrl.trainers.megatron.stage_replay import StageReplay
 from hpcrl.trainers.megatron.weight_names import (
     ModelDims,
     ParallelRank,
@@ -203,6 +205,8 @@ class MegatronPart(NamedTuple):
     precise_names: Collection[str]
     balance: StageBalance
     """The loss that balances the experts of this rank's layers."""
+    replay: StageReplay
+    """The experts that engines chose in these layers."""
 
     def mapped_tensors(self) -> Iterator[tuple[ShardMapping, Tensor]]:
         """Yield every shard of this rank with the parameter or buffer that contains it."""
@@ -265,8 +269,11 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     _set_positions(chunks, source, context)
     skip_output_layer(chunks[-1])
     balance = StageBalance(list_layers(chunks), coef=train.moe_aux_coef, context=positions)
+    numbers = (number for chunk in range(num_chunks) for number in list_chunk_layers(dims, rank, chunk=chunk))
+    numbered = zip(numbers, list_layers(chunks), strict=True)
+    replay = StageReplay(numbered, is_on=train.router_replay, dims=dims, context=positions)
     if train.recompute is True:
-        _recompute_layers(chunks, balance)
+        _recompute_layers(chunks, balance, replay)
     model_part = MegatronPart(
         chunks=chunks.to(world.device).eval(),
         dims=dims,
@@ -278,6 +285,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
         stored=source.stored or {},
         precise_names=source.find_precise_names(),
         balance=balance,
+        replay=replay,
     )
     _fill(model_part, source)
     return model_part
@@ -470,13 +478,28 @@ def _embed_own_positions(embed: Callable[..., Tensor], context: ContextGroup, le
     return embed(num_own, offset + context.rank * num_own)
 
 
-def _recompute_layers(chunks: torch.nn.ModuleList, balance: StageBalance) -> None:
+def _recompute_layers(chunks: torch.nn.ModuleList, *kept: StageBalance | StageReplay) -> None:
     """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
     for layer in list_layers(chunks):
         forward = partial(_forward_and_release, layer, layer.forward)
         layer.forward = partial(
-            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=balance.keep_pass
+            checkpoint, forward, use_reentrant=False, preserve_rng_state=False, context_fn=partial(_keep_passes, kept)
         )
+
+
+def _keep_passes(
+    kept: Iterable[StageBalance | StageReplay],
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a layer that is recomputed, for the first time and for the second."""
+    return contextlib.nullcontext(), _enter_all([each.keep_pass()[1] for each in kept])
+
+
+@contextlib.contextmanager
+def _enter_all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 def _forward_and_release(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ which another parallelism could not read.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ class MegatronTrainer:
         self.world = world
         self.fitting_tokens = 0
         self.critic = None  # `find_megatron_conflict` refuses recipes that need one
-        fixed = msgspec.structs.replace(train, moe_aux_coef=0.0)  # without a gradient there is nothing to balance
+        # Without a gradient there is nothing to balance, and what did not act has nothing to replay.
+        fixed = msgspec.structs.replace(train, moe_aux_coef=0.0, router_replay=False)
         with patch_for_cpu():
             self._model_part = build_model_part(model_dir, train=train, world=world, seed=seed)
             self.spread_models, self._fixed_models = load_fixed_models(
@@ -252,10 +253,11 @@ class MegatronTrainer:
             )
             return logprobs_N.sum(), logprobs_N
 
+        watch = self._model_part.replay.use if model is None else nullcontext
         found: list[TokenColumns] = []
         with torch.no_grad():
             for part in minibatches:
-                kept = self._run_schedule(part, keep_logprobs, forward_only=True, chunks=chunks)
+                kept = self._run_schedule(part, keep_logprobs, forward_only=True, chunks=chunks, watch=watch)
                 found.append(kept or [None] * len(part))
         return found
 
@@ -297,7 +299,13 @@ class MegatronTrainer:
             return loss * len(minibatch) / rank.num_cp, sums
 
         total = LossSums.zero(self.world.device)
-        watch = partial(self._model_part.balance.watch, num_tokens=totals.num_tokens)
+        balance, replay = self._model_part.balance, self._model_part.replay
+
+        @contextmanager
+        def watch(micro: MicroBatch) -> Iterator[None]:
+            with balance.watch(micro, num_tokens=totals.num_tokens), replay.use(micro):
+                yield
+
         for sums in self._run_schedule(minibatch, judge, forward_only=False, chunks=chunks, watch=watch):
             total = total.add(sums)
         if rank.tp or rank.cp or not rank.is_last:
