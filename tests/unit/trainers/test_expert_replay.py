@@ -167,22 +167,38 @@ def test_tokens_without_a_choice_have_the_trainers(tmp_path):
         assert not torch.allclose(cut_N[~is_early], whole_N[~is_early], atol=1e-4)
 
 
-def test_a_step_replays_in_both_passes_of_the_policy_and_in_none_of_the_reference(tmp_path):
-    torch.set_num_threads(1)
+def test_a_policy_replays_and_its_reference_does_not(tmp_path):
     directory = make_family_model(tmp_path, "qwen3_moe")
-    kept = {"kl": "k3", "kl_coef": 1.0, "num_minibatches": 2}
-    on, off = (TorchTrainer(directory, settings(router_replay=each, **kept), seed=1) for each in (True, False))
     micro = make_micro_batches(list_training_rows(replayed_batch(directory)), tokens_per_micro_batch=128)
     bare = make_micro_batches(list_training_rows(batch()), tokens_per_micro_batch=128)
-    for model, replays in ((None, True), ("reference", False)):
-        (with_experts,), (own,) = (trainer.compute_logprobs([micro], model=model) for trainer in (on, off))
-        assert torch.allclose(torch.cat(with_experts), torch.cat(own), atol=1e-5) != replays
-        (without,) = on.compute_logprobs([bare], model=model)
-        torch.testing.assert_close(without, own)
-    replayed = on.train_step(replayed_batch(directory), step=1, version=1)
-    plain = off.train_step(replayed_batch(directory), step=1, version=1)
-    assert replayed.skipped is plain.skipped is None
-    assert abs(replayed.loss - plain.loss) > 1e-6
+    for kept in ({}, {"lora_rank": 2}):  # a reference of adapters is the same model without them
+        kept |= {"kl": "k3", "kl_coef": 1.0}
+        on, off = (TorchTrainer(directory, settings(router_replay=each, **kept), seed=1) for each in (True, False))
+        for model, replays in ((None, True), ("reference", False)):
+            (with_experts,), (own,) = (trainer.compute_logprobs([micro], model=model) for trainer in (on, off))
+            assert torch.allclose(torch.cat(with_experts), torch.cat(own), atol=1e-5) != replays
+            (without,) = on.compute_logprobs([bare], model=model)
+            torch.testing.assert_close(without, own)
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_all_passes_of_a_step_replay_also_those_that_compute_layers_again(tmp_path, rows):
+    """The policy hardly moves, so its ratios are 1 where the loss sees what the pass before the step saw."""
+    torch.set_num_threads(1)
+    directory, found = make_close_model(tmp_path, "qwen3_moe"), {}
+    still = {"num_minibatches": 2, "learning_rate": 1e-12, "clip_low": 1e-4, "clip_high": 1e-4, "rows": rows}
+    for name, changed in {
+        "plain": {},
+        "kept": {"router_replay": True, "recompute": False},
+        "recomputed": {"router_replay": True, "recompute": True},
+    }.items():
+        trainer = TorchTrainer(directory, settings(**still, **changed), seed=1)
+        found[name] = trainer.train_step(replayed_batch(directory), step=1, version=1)
+        assert (found[name].skipped, found[name].clip_fraction) == (None, 0.0)
+    plain, kept, recomputed = (found[name] for name in ("plain", "kept", "recomputed"))
+    assert recomputed.grad_norm == pytest.approx(kept.grad_norm, rel=1e-5)
+    assert recomputed.loss == pytest.approx(kept.loss, rel=1e-5)
+    assert kept.grad_norm != pytest.approx(plain.grad_norm, rel=1e-3)
 
 
 def test_the_experts_of_another_model_are_refused(tmp_path):
