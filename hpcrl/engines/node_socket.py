@@ -3,7 +3,7 @@
     serve_over_socket   the server, beside the one for HTTP
     NearEngine          the client: a RemoteEngine whose turns take the socket
     EngineConnections   the connections of a process to all engines
-    CONNECT_TIMEOUT_S   constant
+    CONNECT_TIMEOUT_S, MAX_ANSWER_BYTES   limits
 
 A frame is a length in four bytes, and then its bytes. The client sends a nonce, the server the proof that it has the
 token, the client the token; then each sends msgpack, requests and answers by number. What the socket cannot do goes by
@@ -33,6 +33,8 @@ from hpcrl.system.network import current_node
 
 CONNECT_TIMEOUT_S = 5.0
 """The time until a turn goes by HTTP, which waits for as long as it takes."""
+MAX_ANSWER_BYTES = 1 << 30
+"""The largest answer; with the experts of a prompt of 128,000 tokens it has 120 MB for DeepSeek-V3."""
 _LENGTH = struct.Struct("!I")
 _MAX_HELLO_BYTES = 1024
 
@@ -63,6 +65,8 @@ class _FrameProtocol(asyncio.Protocol, ABC):
     """A connection of frames; one that is not understood closes it."""
 
     transport: asyncio.Transport
+    max_frame_bytes = MAX_BODY_BYTES
+    """The largest frame that is received from the other side, once it has shown that it has the token."""
 
     def __init__(self) -> None:
         self.is_proved = False
@@ -79,7 +83,7 @@ class _FrameProtocol(asyncio.Protocol, ABC):
         while len(self._received) >= start + _LENGTH.size and not self.transport.is_closing():
             (length,) = _LENGTH.unpack_from(self._received, start)
             end = start + _LENGTH.size + length
-            if length > (MAX_BODY_BYTES if self.is_proved else _MAX_HELLO_BYTES):
+            if length > (self.max_frame_bytes if self.is_proved else _MAX_HELLO_BYTES):
                 self.transport.abort()
             if len(self._received) < end:
                 break
@@ -177,6 +181,8 @@ async def serve_over_socket(engine: TokenGenerator, *, token: str) -> AsyncItera
 
 class _ClientConnection(_FrameProtocol):
     """A connection to a server, at its client."""
+
+    max_frame_bytes = MAX_ANSWER_BYTES
 
     def __init__(self, token: str) -> None:
         super().__init__()

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from hpcrl.campaign_dir.endpoints import make_proof
 from hpcrl.engines import node_socket
-from hpcrl.engines.base import GenerateRequest, InferenceEngine
+from hpcrl.engines.base import Completion, GenerateRequest, InferenceEngine
 from hpcrl.engines.http import serve_over_http
 from hpcrl.engines.node_socket import EngineConnections, serve_over_socket
 from hpcrl.errors import EngineError, EngineRequestError
+from hpcrl.spool.routed_experts import make_span
 from hpcrl.system.network import current_node
+from tests.support.completions import make_completion
 from tests.support.endpoints import make_endpoint
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -165,6 +168,23 @@ def test_a_turn_larger_than_a_frame_goes_by_http(monkeypatch: pytest.MonkeyPatch
             return [(await near.generate(request)).token_ids for request in (turn(), large, turn())]
 
     assert on_server(body, has_http=True) == [[7]] * 3
+
+
+def test_an_answer_with_the_experts_of_a_long_prompt_is_larger_than_any_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = make_span(0, np.zeros((1000, 48, 8), np.uint8))
+
+    async def body(engine: ScriptedEngine, served: Served) -> None:
+        async def report(request: GenerateRequest) -> Completion:
+            return make_completion(experts=[experts])
+
+        monkeypatch.setattr(engine, "generate", report)
+        async with EngineConnections() as connections:
+            answer = await served.connect(connections).generate(turn())
+            assert answer.experts == [experts]
+
+    assert len(experts.data) > 5000
+    monkeypatch.setattr(node_socket._FrameProtocol, "max_frame_bytes", 5000)
+    on_server(body)
 
 
 def test_prompts_of_a_million_tokens_and_answers_in_any_order() -> None:
