@@ -12,7 +12,7 @@
     make_micro_batches   rows -> padded micro-batches of similar length
     make_packed_batches  rows -> micro-batches of one row each, which holds several rows in sequence
     MicroBatch           a micro-batch
-    pad_to_shape         a micro-batch with more padding
+    pad_to_length        a micro-batch with more padding
     pad_experts          its experts, likewise
     empty_micro_batch    a micro-batch without model tokens
 
@@ -363,9 +363,9 @@ def _concatenate_columns(rows: Sequence[TrainingRow], *, version: int | None) ->
     }
 
 
-def pad_to_shape(micro: MicroBatch, *, rows: int, length: int) -> MicroBatch:
-    """Add padding to a micro-batch, for schedules that need one shape for all."""
-    padding = (0, length - micro.inputs_BT.shape[1], 0, rows - micro.inputs_BT.shape[0])
+def pad_to_length(micro: MicroBatch, *, length: int) -> MicroBatch:
+    """Add padding to the rows of a micro-batch, for ranks that divide their positions evenly."""
+    padding = (0, length - micro.inputs_BT.shape[1], 0, 0)
     experts_BTLK = micro.experts_BTLK
     return replace(
         micro,

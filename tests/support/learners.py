@@ -349,6 +349,31 @@ def _counting(mine):
     return mine, counted
 
 
+def list_shapes(world, model_dir, changed, longest):
+    """Return the shapes of the micro-batches of a step of Megatron with many short rows and one long one."""
+    from hpcrl.trainers.megatron.trainer import MegatronTrainer
+
+    torch.set_num_threads(1)
+    trainer = MegatronTrainer(Path(model_dir), settings(**changed), seed=3, world=world)
+    shapes, place = [], trainer.place_batches
+
+    def keep(minibatches):
+        placed = place(minibatches)
+        shapes.extend(tuple(micro.inputs_BT.shape) for part in placed for micro in part)
+        return placed
+
+    trainer.place_batches = keep
+    lengths = [8] * 15 + [longest]
+    given = [
+        make_random_trajectory(
+            f"math/0/{index}", reward=float(index % 2), seed=index, length=length, vocabulary=VOCABULARY
+        )
+        for index, length in enumerate(lengths)
+    ]
+    trainer.train_step(given, step=1, version=1)
+    return shapes
+
+
 def make_leader(mine, train, *, spool, checkpoints, upcoming=lambda _: ()):
     """Make the leader of steps on `batch`, whose segments are named by their step."""
     return RankLeader(

@@ -4,6 +4,7 @@
     MegatronPart         a rank's part of a model
     ModelCopies          its data-parallel copies, and what they exchange in a step
     choose_copies        the copy that updates each tensor
+    pair_shapes          let two stages that follow each other both ways tell shapes apart
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
 
@@ -32,6 +33,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import initialize_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
@@ -127,6 +129,35 @@ class _CpuFunctionMode(TorchFunctionMode):
         ):
             arguments["device"] = CPU
         return func(*args, **arguments)
+
+
+def pair_shapes() -> contextlib.AbstractContextManager[Any]:
+    """Replace the exchange of shapes between stages.
+
+    Of two stages with several parts of the model each follows the other, so that both send two shapes to one rank, and
+    Megatron's order of them does not tell which is which.
+    """
+    return patch.object(P2PCommunicator, "_communicate_shapes", _exchange_shapes)
+
+
+def _exchange_shapes(
+    communicator: Any, to_next: Tensor | None, to_previous: Tensor | None, from_previous: bool, from_next: bool
+) -> tuple[list[int], list[int]]:
+    """Send the shapes of the tensors that follow, and receive those of the tensors that come, in one order."""
+    device = torch.cuda.current_device()
+    ranks = (communicator.next_rank, communicator.prev_rank)
+    sent = [None if each is None else torch.tensor(each.shape, device=device) for each in (to_next, to_previous)]
+    expected = (from_previous, from_next)
+    received = [torch.zeros(3, dtype=torch.int64, device=device) if each else None for each in expected]
+    works = []
+    for to_rank, shape, from_rank, place in zip(ranks, sent, reversed(ranks), received, strict=True):
+        if shape is not None:
+            works.append(dist.P2POp(dist.isend, shape, to_rank, communicator.pp_group))
+        if place is not None:
+            works.append(dist.P2POp(dist.irecv, place, from_rank, communicator.pp_group))
+    _wait_for_all(dist.batch_isend_irecv(works) if works else ())
+    previous, following = ([0, 0, 0] if place is None else place.tolist() for place in received)
+    return previous, following
 
 
 class ModelCopies:
@@ -383,6 +414,9 @@ def _make_transformer_config(
         expert_tensor_parallel_size=1,
         # What is between the layers is divided over the ranks too: the same traffic, and a part of the memory.
         sequence_parallel=rank.num_tp > 1,
+        # Rows of one micro-batch are much longer than those of another.
+        variable_seq_lengths=rank.num_pp > 1,
+        moe_token_dispatcher_type="alltoall",
         # Megatron's layers pass on the dtype of their last product, so stages must too.
         pipeline_dtype=torch.bfloat16 if train.has_bf16(on_gpus=on_gpus) else torch.float32,
         normalization="RMSNorm",
@@ -430,7 +464,6 @@ def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[st
         "moe_layer_freq": [int(dims.has_experts(layer)) for layer in range(shape.num_layers)],
         "moe_router_topk": shape.experts_per_token,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
     }
     if not dims.has_router_bias:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.errors import TrainError
-from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_shape
+from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_length
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
 from hpcrl.plan.checks import find_megatron_conflict
@@ -42,7 +42,7 @@ from hpcrl.trainers.base import (
     nothing_to_check,
 )
 from hpcrl.trainers.megatron.layers import compute_token_logprobs
-from hpcrl.trainers.megatron.model import build_model_part, patch_for_cpu
+from hpcrl.trainers.megatron.model import build_model_part, pair_shapes, patch_for_cpu
 from hpcrl.trainers.megatron.weight_names import EMBEDDING, name_head
 from hpcrl.trainers.memory_error import watch_memory
 from hpcrl.trainers.micro_batch_loss import (
@@ -235,8 +235,8 @@ class MegatronTrainer:
                     yield _make_step_shard(held, state["step"])
 
     def place_batches(self, minibatches: list[Minibatch]) -> list[Minibatch]:
-        """Give every rank the same number of micro-batches, all of one shape, on its device."""
-        return [self._of_one_shape(part) for part in minibatches]
+        """Give every rank the same number of micro-batches, on its device."""
+        return [self._fill(part) for part in minibatches]
 
     def compute_logprobs(self, minibatches: list[Minibatch], *, model: str | None) -> list[TokenColumns]:
         """Compute the log-probs of all tokens; they stay on the last stage, where they are needed."""
@@ -340,18 +340,20 @@ class MegatronTrainer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def _of_one_shape(self, part: Minibatch) -> Minibatch:
-        """Pad a minibatch so that all ranks have the same number of micro-batches, of one shape.
+    def _fill(self, part: Minibatch) -> Minibatch:
+        """Fill a minibatch so that all ranks have the same number of micro-batches, with positions for each of them.
 
         Where ranks have several parts of the model, they take turns with a micro-batch for each stage.
         """
         num, rank = self.world.max(len(part)), self._model_part.rank
         num += -num % rank.num_pp * (rank.num_chunks > 1)
         filled = part + [empty_micro_batch() for _ in range(num - len(part))]
-        rows = self.world.max(max(len(micro.inputs_BT) for micro in filled))
-        length = self.world.max(max(micro.inputs_BT.shape[1] for micro in filled))
-        length += -length % self._model_part.positions.size
-        return [pad_to_shape(micro, rows=rows, length=length).to(self.world.device) for micro in filled]
+        size = self._model_part.positions.size
+        lengths = (-(-micro.inputs_BT.shape[1] // size) * size for micro in filled)
+        return [
+            pad_to_length(micro, length=length).to(self.world.device)
+            for micro, length in zip(filled, lengths, strict=True)
+        ]
 
     def _run_schedule(
         self,
@@ -374,11 +376,12 @@ class MegatronTrainer:
                 output = chunk(inputs_BS, None, None)
             return output, partial(compute_loss, micro)
 
-        rows, length = minibatch[0].inputs_BT.shape
+        largest = max(minibatch, key=lambda micro: micro.inputs_BT.numel())
+        rows, length = largest.inputs_BT.shape  # stages tell one another the shape of each
         batches = [iter(minibatch) for _ in chunks]
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
         precision = self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda"))
-        with watch_memory(minibatch[0]), patch_for_cpu(), precision:  # all micro-batches have one shape
+        with watch_memory(largest), patch_for_cpu(), pair_shapes(), precision:
             found = get_forward_backward_func()(
                 forward_step_func=forward,
                 data_iterator=batches if len(chunks) > 1 else batches[0],

@@ -15,7 +15,7 @@ from hpcrl.learn.batch import (
     make_chosen_rows,
     make_micro_batches,
     make_packed_batches,
-    pad_to_shape,
+    pad_to_length,
     spread_credit,
 )
 from hpcrl.learn.group_choice import choose_groups
@@ -326,8 +326,9 @@ def test_experts_are_those_of_the_input_tokens_and_padding_has_no_choice(dtype, 
     rows = make_expert_rows(dtype=dtype)
     (padded,) = make_micro_batches(rows, tokens_per_micro_batch=30)
     (packed,) = make_packed_batches(rows, tokens_per_micro_batch=30)
-    grown = pad_to_shape(padded, rows=4, length=13)
-    for micro, ends in ((padded, (10, 9, 8)), (grown, (10, 9, 8, 0)), (packed, (27,))):
+    grown = pad_to_length(padded, length=13)
+    assert grown.inputs_BT.shape == grown.mask_BT.shape == (3, 13)
+    for micro, ends in ((padded, (10, 9, 8)), (grown, (10, 9, 8)), (packed, (27,))):
         experts_BTLK = micro.experts_BTLK
         assert str(experts_BTLK.dtype) == f"torch.{kind}"
         assert experts_BTLK.shape == (*micro.inputs_BT.shape, 2, 2)
@@ -344,7 +345,7 @@ def test_experts_are_those_of_the_input_tokens_and_padding_has_no_choice(dtype, 
 def test_micro_batches_without_experts_have_none_and_others_keep_them_in_host_memory():
     (bare,) = make_micro_batches(make_expert_rows(dtype=np.uint8)[1:2], tokens_per_micro_batch=30)
     assert bare.experts_BTLK is None
-    assert pad_to_shape(bare, rows=2, length=12).experts_BTLK is None
+    assert pad_to_length(bare, length=12).experts_BTLK is None
     assert empty_micro_batch().experts_BTLK is None
     (micro,) = make_micro_batches(make_expert_rows(dtype=np.uint8), tokens_per_micro_batch=30)
     moved = micro.to("meta")

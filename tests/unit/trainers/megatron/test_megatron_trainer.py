@@ -119,3 +119,15 @@ def test_both_ranks_get_rows_of_the_same_episodes():
     rows = [Counter(item.id for part in share for item in part) for share in dealt.shares]
     assert rows[0] + rows[1] == Counter({episode.id: len(OWN_TURNS) for episode in forked_batch(1)})
     assert rows[0].keys() & rows[1].keys()
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_micro_batches_of_short_and_long_rows_keep_their_shapes(chunks, tmp_path):
+    """One with many short rows is not padded to the longest row of all, nor is a long row beside as many others."""
+    bound = 64
+    plain = {"tokens_per_micro_batch": bound, "num_minibatches": 1}
+    two = PP2 | plain | {"pipeline_chunks": chunks}
+    for shapes in run_ranks(2, "tests.support.learners:list_shapes", str(make_model(tmp_path / "model")), two, 60):
+        assert max(rows for rows, _ in shapes) > 1
+        assert max(length for _, length in shapes) > bound // 2
+        assert all(rows * length <= bound for rows, length in shapes)
