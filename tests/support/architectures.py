@@ -39,7 +39,7 @@ FAMILIES = {
         {
             **{**_CORRECTED, **_LATENT, "num_key_value_heads": 4, "head_dim": 4, "num_experts_per_tok": 4},
             **{"n_group": 4, "topk_group": 2},
-            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "rope_parameters": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.5},
         },
     ),
     "glm4_moe": SmallArchitecture(
@@ -47,7 +47,7 @@ FAMILIES = {
         True,
         {
             **{**_CORRECTED, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {**_YARN, "partial_rotary_factor": 0.5},
         },
     ),
 }

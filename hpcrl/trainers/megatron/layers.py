@@ -57,8 +57,15 @@ class CausalAttention(torch.nn.Module):
         super().__init__()
         self.softmax_scale = softmax_scale
         self.context = WHOLE_CONTEXT
+        self.turned = slice(None)
+        """The part of a head that positions turn."""
+        self.turned_factor = 1.0
+        """The factor of the products of these parts."""
 
     def forward(self, query_SBHD: Tensor, key_SBKD: Tensor, value_SBKD: Tensor, *_: Any, **__: Any) -> Tensor:
+        if self.turned_factor != 1:
+            query_SBHD = query_SBHD.clone()
+            query_SBHD[..., self.turned] *= self.turned_factor
         found_BSHD = attend_whole_rows(
             *(each.permute(1, 2, 0, 3) for each in (query_SBHD, key_SBKD, value_SBKD)),
             context=self.context,

@@ -4,7 +4,7 @@
     MegatronPart         a rank's part of a model
     ModelCopies          its data-parallel copies, and what they exchange in a step
     choose_copies        the copy that updates each tensor
-    pair_shapes          let two stages that follow each other both ways tell shapes apart
+    pair_shapes          keep shapes apart between two stages each of which follows the other
     patch_for_cpu        let megatron-core run without CUDA, over gloo, for tests and small machines
     CPU_SETTINGS, CPU    its settings and device then
 
@@ -135,7 +135,7 @@ def pair_shapes() -> contextlib.AbstractContextManager[Any]:
     """Replace the exchange of shapes between stages.
 
     Of two stages with several parts of the model each follows the other, so that both send two shapes to one rank, and
-    Megatron's order of them does not tell which is which.
+    Megatron's order mixes them up.
     """
     return patch.object(P2PCommunicator, "_communicate_shapes", _exchange_shapes)
 
@@ -297,7 +297,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     chunks = torch.nn.ModuleList(made)
     if dims.shape.kv_rank:
         replicate_downward(chunks)
-    _set_positions(chunks, source, context)
+    _set_positions(chunks, source, context, is_compressed=bool(dims.shape.kv_rank))
     skip_output_layer(chunks[-1])
     balance = StageBalance(list_layers(chunks), coef=train.moe_aux_coef, context=positions)
     numbers = (number for chunk in range(num_chunks) for number in list_chunk_layers(dims, rank, chunk=chunk))
@@ -484,7 +484,9 @@ def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[st
     )
 
 
-def _set_positions(chunks: torch.nn.ModuleList, source: ModelSource, context: ContextGroup) -> None:
+def _set_positions(
+    chunks: torch.nn.ModuleList, source: ModelSource, context: ContextGroup, *, is_compressed: bool
+) -> None:
     """Take the frequencies of RoPE, and the scale of attention, from transformers' model, and this rank's positions.
 
     Megatron would give each rank two parts of a row, so that all have the same share of the pairs of tokens; here ranks
@@ -492,9 +494,13 @@ def _set_positions(chunks: torch.nn.ModuleList, source: ModelSource, context: Co
     """
     decoder = source.module.get_decoder()
     rotary, scale = decoder.rotary_emb, float(decoder.layers[0].self_attn.scaling)
+    num_turned = 2 * len(rotary.inv_freq)
+    turned = slice(-num_turned, None) if is_compressed else slice(num_turned)
     for attention in list_attentions(chunks):
-        # Queries and keys are both multiplied by this, in all their parts.
-        attention.core_attention.softmax_scale = scale * float(rotary.attention_scaling) ** 2
+        attention.core_attention.softmax_scale = scale
+        # What turns queries and keys also multiplies both, in the part of a head that it turns.
+        attention.core_attention.turned_factor = float(rotary.attention_scaling) ** 2
+        attention.core_attention.turned = turned
         attention.core_attention.context = context
     part: Any
     for part in chunks.modules():

@@ -377,7 +377,7 @@ class MegatronTrainer:
             return output, partial(compute_loss, micro)
 
         largest = max(minibatch, key=lambda micro: micro.inputs_BT.numel())
-        rows, length = largest.inputs_BT.shape  # stages tell one another the shape of each
+        rows, length = largest.inputs_BT.shape  # stages send the shape of each
         batches = [iter(minibatch) for _ in chunks]
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
         precision = self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda"))

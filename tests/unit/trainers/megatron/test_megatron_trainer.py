@@ -123,7 +123,7 @@ def test_both_ranks_get_rows_of_the_same_episodes():
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_micro_batches_of_short_and_long_rows_keep_their_shapes(chunks, tmp_path):
-    """One with many short rows is not padded to the longest row of all, nor is a long row beside as many others."""
+    """One with many short rows is not padded to the longest row of all, nor has a long row empty rows beside it."""
     bound = 64
     plain = {"tokens_per_micro_batch": bound, "num_minibatches": 1}
     two = PP2 | plain | {"pipeline_chunks": chunks}
