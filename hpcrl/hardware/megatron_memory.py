@@ -10,6 +10,7 @@ micro-batch for each stage; the last one makes logits. The one that needs more d
 The terms are those of trainers/megatron/layers.py; a test compares them with what its passes hold.
 """
 
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -33,8 +34,9 @@ NORM_GRADIENT_PARTS = 5
 """Tensors in float32 of its input's size that exist at once while a norm's gradient is computed."""
 ANGLE_PARTS = 4
 """Tensors of the size of a head that a layer keeps of each position: sine and cosine, for queries and for keys."""
-EXPERT_IMBALANCE = 1.5
-"""The tokens of the rank with the busiest experts, over their mean: an assumption, since routers decide."""
+EXPERT_IMBALANCE = 2.0
+"""By how much the tokens of the busiest expert exceed their mean, as a share of it: an assumption, as routers decide.
+Ranks with several experts are busy less unevenly, by the root of their number."""
 
 
 class MegatronSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,4 +277,6 @@ def _count_ended_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_ex
 
 def _count_routed(shape: ModelArchitecture, setup: MegatronSetup) -> float:
     """Count the experts that compute for a token on the busiest rank."""
-    return shape.experts_per_token * (EXPERT_IMBALANCE if setup.expert_parallel > 1 else 1.0)
+    num_own = max(shape.num_experts // setup.expert_parallel, 1)
+    busiest = min(1 + EXPERT_IMBALANCE / math.sqrt(num_own), setup.expert_parallel)
+    return shape.experts_per_token * busiest

@@ -246,6 +246,8 @@ class FixedModel(NamedTuple):
     num_params: int
     is_whole: bool
     """True if the ranks that have it have all of it, because its node has its own data-parallel degree."""
+    is_policy: bool
+    """True if it is the model that is trained, as it was at first."""
 
 
 def list_fixed_models(recipe: Recipe) -> list[FixedModel]:
@@ -259,7 +261,7 @@ def list_fixed_models(recipe: Recipe) -> list[FixedModel]:
         if node.model is None:
             setting = "train.kl" if recipe.teacher is None else "teacher.path"
         if num_params is not None:
-            found.append(FixedModel(setting, num_params, is_whole))
+            found.append(FixedModel(setting, num_params, is_whole, is_policy=setting == "train.kl"))
     return found
 
 

@@ -319,7 +319,7 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
 
 def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
     """Place the roles; what the recipe leaves open of the trainer is the first that fits."""
-    refusal = None
+    refusal, spread = None, None
     for train in list_trainer_settings(recipe, site):
         try:
             placement = place_roles(replace(recipe, train=train), site)
@@ -327,9 +327,24 @@ def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
             is_plain = train.degrees == recipe.train.degrees  # whose refusal advises other changes too
             refusal = error if is_plain or refusal is None else refusal
             continue
-        return dataclasses.replace(placement, sizes=[*placement.sizes, *explain_choice(recipe, train)])
+        found = dataclasses.replace(placement, sizes=[*placement.sizes, *explain_choice(recipe, train)])
+        if not _spreads_layers(placement, site, num_ranks=train.degrees.tensor):
+            return found
+        spread = spread or found
+        if train.degrees.tensor == recipe.train.degrees.tensor:  # as the recipe asks for
+            return found
+    if spread is not None:
+        return spread
     assert refusal is not None
     raise refusal
+
+
+def _spreads_layers(placement: JobPlacement, site: Site, *, num_ranks: int) -> bool:
+    """Return whether the ranks that share a layer are on several nodes, where they would wait for the network."""
+    choice = placement.choices.get("train")
+    if choice is None or not choice.gpus_per_worker:
+        return False
+    return num_ranks > site.partitions[choice.partition].gpus_per_node
 
 
 def _make_components(placement: JobPlacement, site: Site) -> list[JobComponent]:

@@ -395,10 +395,13 @@ def _list_other_parts(recipe: Recipe) -> dict[str, float]:
         full = msgspec.structs.replace(setup, lora_rank=0)
         found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
     each, num_shards = BYTES_BF16 if setup.is_bf16 else BYTES_FP32, setup.num_shards
-    if recipe.train.trainer == "megatron":
+    is_megatron = recipe.train.trainer == "megatron"
+    if is_megatron:
         each, num_shards = BYTES_FP32, recipe.train.degrees.tensor * recipe.train.degrees.pipeline
     for model in list_fixed_models(recipe):
         size = model.num_params * (BYTES_FP32 if model.is_whole else each / num_shards)
+        if is_megatron and model.is_policy and not model.is_whole and shape is not None:  # its experts are divided too
+            size = _estimate_memory(recipe, shape, has_recompute=True, num_tokens=0).weights
         name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
         found[name] = found.get(name, 0.0) + size
     return found

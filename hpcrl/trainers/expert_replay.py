@@ -16,6 +16,7 @@ Legend: B rows, T positions, S those of this rank, M tokens of this rank, L laye
 a token
 """
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -89,6 +90,10 @@ def check_choices(experts_BTLK: Tensor, *, num_layers: int, num_chosen: int, num
             f"model has {num_chosen} of {num_experts} in {num_layers} layers: engine and trainer must use the same "
             "model directory"
         )
+    none = 0xFF if experts_BTLK.dtype == torch.uint8 else -1
+    for one_BTL, other_BTL in itertools.combinations(experts_BTLK.unbind(-1), 2):
+        if bool(((one_BTL == other_BTL) & (one_BTL != none)).any()):
+            raise TrainError("the engine reported an expert twice for a token: its report cannot be a router's choice")
 
 
 def take_choices(experts_BTLK: Tensor, micro: MicroBatch, *, context: ContextGroup) -> Tensor:

@@ -64,6 +64,16 @@ def test_more_copies_share_the_moments_up_to_the_largest_tensor() -> None:
     assert moments[2] == 8 * 128256 * 8192 / 8, "the words' table"
 
 
+def test_a_rank_with_one_expert_may_have_far_more_tokens_than_one_with_many() -> None:
+    shape = read_architecture({**SIZES, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 64})
+    kept = [
+        estimate_megatron_memory(shape, MegatronSetup(num_ranks=64, expert_parallel=num), num_tokens=4096).activations
+        for num in (1, 4, 64)
+    ]
+    assert kept[0] < kept[1] < kept[2]
+    assert (kept[1] - kept[0]) / (kept[2] - kept[0]) == pytest.approx(0.5 / 2), "16 experts of a rank, and one"
+
+
 def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
     shape, setup = read_architecture(LLAMA_70B), MegatronSetup(num_ranks=8, pipeline_parallel=8, is_bf16=True)
     kept = [
@@ -116,7 +126,7 @@ def test_the_passes_of_parallel_ranks_hold_what_is_estimated(
 ) -> None:
     """With the buffers of their collectives: gathered inputs and output layers, swapped tokens, what stages receive."""
     skip_without_megatron()
-    monkeypatch.setattr(megatron_memory, "EXPERT_IMBALANCE", 1.0)  # every expert has every token
+    monkeypatch.setattr(megatron_memory, "EXPERT_IMBALANCE", 0.0)  # every expert has every token
     cases = [(name, {**parallel, "recompute": recompute}) for name, parallel, recompute in TWO_RANKS]
     for (name, parallel, recompute), num_bytes in zip(TWO_RANKS, measure(2, models, cases), strict=True):
         estimated = estimate(models[name], num_ranks=2, has_recompute=recompute, **parallel)

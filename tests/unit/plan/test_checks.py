@@ -30,7 +30,7 @@ CHECKED_ELSEWHERE = {
     *("ratio", "surrogate", "clip_low", "clip_high", "dual_clip"),  # where the clipped ratio is exactly 1
     *("kl", "kl_in", "flat_groups", "overlong", "response_budget"),
     *("sharding", "offload"),  # by the ranks
-    *("tensor_parallel", "pipeline_parallel", "expert_parallel"),  # by the ranks and the trainer
+    *("tensor_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"),  # by the ranks and the trainer
     *("moe_aux_coef", "router_replay", "context_parallel"),  # by the model
     "compile",  # by the trainer
 }
@@ -140,7 +140,7 @@ def test_a_loss_that_balances_experts_is_refused_for_a_model_without_any(trainer
 
 
 IMITATION_ACTS = {
-    *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
+    *("num_steps", "trainer", "sharding", "tensor_parallel", "pipeline_parallel", "pipeline_chunks", "expert_parallel"),
     *(
         "learning_rate",
         "schedule",

@@ -90,3 +90,18 @@ def test_a_model_whose_whole_state_fits_on_a_rank_is_not_divided() -> None:
     plan = plan_ranks(8, *LLAMA_70B, *small, "model.config.num_attention_heads=8")
     assert plan.train_degrees == ParallelDegrees()
     assert not any("_parallel" in size for size in plan.sizes)
+
+
+def test_a_layer_is_divided_within_a_node_of_the_partition_that_the_trainer_gets() -> None:
+    """Delta has nodes of eight GPUs too, which are fewer than the trainer needs."""
+    plan = plan_recipe(*LLAMA_70B, "resources.train.num_workers=64", site="delta")
+    assert plan.train_degrees.tensor <= plan.role("train").workers_per_node
+
+
+def test_experts_of_the_initial_model_are_divided_as_those_of_the_policy_are() -> None:
+    """With a KL the model is there twice, once without gradients and moments."""
+    plain, with_kl = (plan_ranks(64, *EXPERTS, f"train.kl={kl}", "train.expert_parallel=16") for kl in ("none", "k3"))
+    assert plain.train_memory is not None
+    assert with_kl.train_memory is not None
+    assert with_kl.train_degrees == plain.train_degrees
+    assert with_kl.train_memory.others_gib == pytest.approx(plain.train_memory.weights_gib, rel=0.01)

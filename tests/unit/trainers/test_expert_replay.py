@@ -16,7 +16,7 @@ from hpcrl.models.expert_routers import find_routers
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.routed_experts import join_experts, place_span
 from hpcrl.testing.memory import MemoryStore
-from hpcrl.trainers.expert_replay import ExpertReplay
+from hpcrl.trainers.expert_replay import ExpertReplay, check_choices
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal, recompute_layers
@@ -210,6 +210,15 @@ def test_the_experts_of_another_model_are_refused(tmp_path):
         TrainError, match=r"reported 2 experts of a token in 2 layers.*the model has 3 of 8 in 2 layers"
     ):
         replay_logprobs(load_causal(other), micro)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_an_expert_that_is_chosen_twice_for_a_token_is_refused(dtype):
+    none = 255 if dtype == torch.uint8 else -1
+    plain = torch.tensor([[[[0, 3]], [[none, none]]]], dtype=dtype)
+    check_choices(plain, num_layers=1, num_chosen=2, num_experts=4)
+    with pytest.raises(TrainError, match="reported an expert twice"):
+        check_choices(torch.zeros_like(plain), num_layers=1, num_chosen=2, num_experts=4)
 
 
 def test_models_without_known_routers_are_refused(tmp_path):
