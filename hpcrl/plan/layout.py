@@ -190,6 +190,8 @@ def choose_pools(recipe: Recipe, site: Site, *, is_one_partition: bool) -> tuple
 
 def _explain_one_pool(recipe: Recipe, site: Site, *, is_one_partition: bool) -> str | None:
     """Return why separate prefill workers are not worth it; None if they are."""
+    if recipe.train.router_replay and recipe.engine.backend == "vllm":
+        return "engines do not hand over the experts of a prompt with its KV (train.router_replay)"
     nodes = sum(p.max_nodes for p in site.partitions.values() if p.gpu and not p.preemptible)
     if not nodes:
         return f"site {site.name} has no GPUs"

@@ -43,7 +43,9 @@ def _find_engine_conflict(recipe: Recipe) -> str | None:
             f"with engine.pipeline_parallel = {engine.pipeline_parallel}: vLLM reports no experts then; set it to 1, "
             "and give an engine's stages as tensor parallel GPUs"
         )
-    if recipe.has_prefill:
+    prefill, router = recipe.resources.prefill.num_workers, recipe.router
+    # Where it is left open, plans have one pool of engines then, unless workers are to take turns at both roles.
+    if recipe.has_prefill and (prefill != "auto" or router.switch_roles or router.sizing == "auto"):
         return (
             'with engine.backend = "vllm" and prefill workers: vLLM does not hand experts over with KV; set '
             "resources.prefill.num_workers = 0, for one pool of engines"

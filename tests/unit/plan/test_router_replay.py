@@ -7,7 +7,7 @@ import pytest
 
 from hpcrl.errors import PlanError
 from hpcrl.plan.checks import check_recipe
-from tests.support.plans import make_recipe, refuse_plan
+from tests.support.plans import make_recipe, plan_recipe, refuse_plan
 
 QWEN3_MOE = {
     **{"model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48},
@@ -47,11 +47,25 @@ def test_what_cannot_be_replayed_is_refused_with_a_fix(
 
 
 @pytest.mark.parametrize(
-    "settings", [(), ("resources.prefill.num_workers=0",), ON_GPUS, ("train.lora_rank=8",), ("train.trainer=megatron",)]
+    "settings",
+    [
+        *((), ("resources.prefill.num_workers=0",), ON_GPUS, ("train.lora_rank=8",), ("train.trainer=megatron",)),
+        ("engine.backend=vllm", "resources.decode.gpus_per_worker=4"),
+    ],
 )
 def test_what_can_be_replayed_is_planned(settings: tuple[str, ...]) -> None:
     check(QWEN3_MOE, *settings)
     check({}, *settings)
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_engines_whose_experts_are_replayed_are_one_pool_where_that_is_left_open(is_replayed: bool) -> None:
+    settings = ["model.path=/models/qwen", *(f"model.config.{name}={value}" for name, value in QWEN3_MOE.items())]
+    settings += ["engine.backend=vllm", "resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"]
+    settings += ["resources.train.num_workers=32", "train.groups_per_step=16", "train.precision=bf16"]
+    settings += ["engine.max_model_len=8192", f"train.router_replay={str(is_replayed).lower()}"]
+    plan = plan_recipe(*settings, site="perlmutter")
+    assert plan.has_role("prefill") == (not is_replayed)
 
 
 def test_a_tiny_model_has_no_experts() -> None:
