@@ -252,17 +252,16 @@ def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees, *
             f"train.context_parallel = {num_cp} does not divide the {num_heads} attention heads{of_a_rank}: choose a "
             "divisor"
         )
-    if shape.num_layers % num_pp:
+    if num_pp > shape.num_layers:
         return (
-            f"train.pipeline_parallel = {num_pp} does not divide the model's {shape.num_layers} layers: "
-            "choose a divisor"
+            f"train.pipeline_parallel = {num_pp} are more stages than the model's {shape.num_layers} layers: lower it"
         )
     if num_chunks > 1 and num_pp == 1:
         return f"train.pipeline_chunks = {num_chunks} needs stages: set train.pipeline_parallel = 2 or more"
-    if shape.num_layers // num_pp % num_chunks:
+    if num_pp * num_chunks > shape.num_layers:
         return (
-            f"train.pipeline_chunks = {num_chunks} does not divide the {shape.num_layers // num_pp} layers of a rank: "
-            "choose a divisor"
+            f"train.pipeline_chunks = {num_chunks} on each of {num_pp} stages are more parts than the model's "
+            f"{shape.num_layers} layers: lower it"
         )
     if num_ep > 1 and not shape.num_expert_layers:
         return f"train.expert_parallel = {num_ep}, and the model has no experts: set it to 1"

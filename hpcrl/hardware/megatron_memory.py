@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from hpcrl.hardware.architecture import ModelArchitecture, count_kv_repeats
+from hpcrl.hardware.degrees import find_part_layers
 from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32
 from hpcrl.hardware.train_memory import LOGITS_CHUNK_BYTES, MAX_CHUNK_LOGITS, PassMoment, RankMemory
 
@@ -89,27 +90,29 @@ def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, 
     The ranks of a context-parallel group divide them.
     """
     num_tokens = -(-num_tokens // setup.context_parallel)
-    stages = (_make_stage(shape, setup, index=index) for index in {0, setup.pipeline_parallel - 1})
+    # Where stages have different numbers of layers, the second one has more.
+    last = setup.pipeline_parallel - 1
+    stages = (_make_stage(shape, setup, index=index) for index in {0, min(1, last), last})
     found = (_estimate_stage(shape, setup, stage, num_tokens=num_tokens) for stage in stages)
     return max(found, key=lambda memory: memory.total)
 
 
 def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _StageLayers:
     """Return a stage; layers without experts are the first ones."""
-    per_stage = -(-shape.num_layers // setup.pipeline_parallel)
     num_after, num_chunks = setup.pipeline_parallel - 1 - index, setup.pipeline_chunks
-    per_chunk = per_stage // num_chunks
-    firsts = ((chunk * setup.pipeline_parallel + index) * per_chunk for chunk in range(num_chunks))
-    num_dense = sum(min(max(shape.num_dense_layers - first, 0), per_chunk) for first in firsts)
+    num_parts = setup.pipeline_parallel * num_chunks
+    parts = range(index, num_parts, setup.pipeline_parallel)
+    layers = [find_part_layers(shape.num_layers, num_parts=num_parts, index=part) for part in parts]
+    num_dense = sum(layer < shape.num_dense_layers for part in layers for layer in part)
     is_last = num_after == 0
     in_flight = float(num_after + 1)
     sent = in_flight * (not is_last)
     if num_chunks > 1:
-        num_parts = 2 * num_after + (num_chunks - 1) * setup.pipeline_parallel + 1
-        in_flight, sent = num_parts / num_chunks, num_parts - is_last + CHUNK_BUFFERS
+        num_under_way = 2 * num_after + (num_chunks - 1) * setup.pipeline_parallel + 1
+        in_flight, sent = num_under_way / num_chunks, num_under_way - is_last + CHUNK_BUFFERS
     return _StageLayers(
         num_dense=num_dense,
-        num_with_experts=per_stage - num_dense,
+        num_with_experts=sum(map(len, layers)) - num_dense,
         num_in_flight=in_flight,
         num_sent=sent,
         is_first=index == 0,

@@ -498,7 +498,7 @@ def list_divisions(
         "tensor": _list_divisors(
             shape.num_heads if shape.kv_rank else shape.num_kv_heads, at_least=least.tensor, at_most=MAX_TENSOR_RANKS
         ),
-        "pipeline": _list_divisors(shape.num_layers, at_least=least.pipeline),
+        "pipeline": _list_stages(shape.num_layers, at_least=least.pipeline),
         "expert": _list_divisors(shape.num_experts or 1, at_least=least.expert),
         "context": _list_divisors(shape.num_heads, at_least=least.context),
     }
@@ -507,6 +507,11 @@ def list_divisions(
         degrees = ParallelDegrees(**dict(zip(DEGREES, numbers, strict=True)))
         if find_parallel_conflict(shape, degrees, num_chunks=num_chunks) is None:
             yield degrees
+
+
+def _list_stages(num_layers: int, *, at_least: int) -> list[int]:
+    """List the numbers of stages to try: those that divide the layers, and powers of two."""
+    return [num for num in range(at_least, num_layers + 1) if num_layers % num == 0 or num.bit_count() == 1]
 
 
 def _list_divisors(number: int, *, at_least: int, at_most: int = MAX_RANKS) -> list[int]:

@@ -47,6 +47,7 @@ FAMILIES = {
         True,
         {
             **{**_CORRECTED, "n_group": 1, "topk_group": 1, "attention_bias": True, "use_qk_norm": True},
+            "num_hidden_layers": 5,  # which no number of stages divides
             "rope_parameters": {**_YARN, "partial_rotary_factor": 0.5},
         },
     ),

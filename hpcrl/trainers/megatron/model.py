@@ -398,9 +398,12 @@ def _make_transformer_config(
     fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, train: TrainConfig
 ) -> TransformerConfig:
     """Configure plain layers without fusion or dropout; autocast sets the dtype."""
-    shape, on_gpus = dims.shape, torch.cuda.is_available()
+    shape, on_gpus, num_parts = dims.shape, torch.cuda.is_available(), rank.num_pp * rank.num_chunks
+    num_layers = (
+        -(-shape.num_layers // num_parts) * num_parts
+    )  # Megatron wants as many on each; what it makes is listed
     settings = dict(
-        num_layers=shape.num_layers,
+        num_layers=num_layers,
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.dense_inner,
         num_attention_heads=shape.num_heads,
@@ -461,7 +464,6 @@ def _list_expert_settings(fields: Mapping[str, Any], dims: ModelDims) -> dict[st
         "num_moe_experts": shape.num_experts,
         "moe_ffn_hidden_size": shape.expert_inner,
         "moe_shared_expert_intermediate_size": shape.shared_inner or None,
-        "moe_layer_freq": [int(dims.has_experts(layer)) for layer in range(shape.num_layers)],
         "moe_router_topk": shape.experts_per_token,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",

@@ -26,7 +26,7 @@ from hpcrl.hardware.architecture import (
     list_dense_layers,
     read_architecture,
 )
-from hpcrl.hardware.degrees import ParallelDegrees
+from hpcrl.hardware.degrees import ParallelDegrees, find_part_layers
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 EMBEDDING = "0.embedding.word_embeddings.weight"
@@ -179,9 +179,8 @@ def name_head(rank: ParallelRank) -> str:
 
 def list_chunk_layers(dims: ModelDims, rank: ParallelRank, *, chunk: int) -> range:
     """List the layers of a part of the model that this rank has; the parts of all ranks take turns."""
-    num = dims.shape.num_layers // (rank.num_pp * rank.num_chunks)
-    first = (chunk * rank.num_pp + rank.pp) * num
-    return range(first, first + num)
+    num_parts = rank.num_pp * rank.num_chunks
+    return find_part_layers(dims.shape.num_layers, num_parts=num_parts, index=chunk * rank.num_pp + rank.pp)
 
 
 def _list_layers(dims: ModelDims, rank: ParallelRank) -> Iterator[tuple[int, int, int]]:

@@ -318,7 +318,7 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         ((*SIX_RANKS, "train.context_parallel=2", *DYNAMIC), 'of type "dynamic"'),
         ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
         ((*MEGATRON, "train.tensor_parallel=3"), "tensor_parallel = 3 does not divide the model's 4 query groups"),
-        ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 does not divide the model's 2 layers"),
+        ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 are more stages than the model's 2 layers"),
     ],
 )
 def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple[str, ...], problem: str) -> None:

@@ -56,10 +56,10 @@ def test_degrees_that_a_recipe_gives_stay_and_the_others_are_chosen() -> None:
 def test_stages_with_several_parts_of_the_model_are_two_or_more() -> None:
     plan = plan_ranks(64, *EXPERTS, "train.pipeline_chunks=4")
     assert plan.train_degrees.pipeline == 2
-    with pytest.raises(PlanError, match=r"train.pipeline_chunks = 7 does not divide"):
-        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=7", "train.pipeline_parallel=2")
-    with pytest.raises(PlanError, match=r"train.pipeline_chunks = 7 needs stages"):
-        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=7")
+    with pytest.raises(PlanError, match=r"25 on each of 2 stages are more parts than the model's 48 layers"):
+        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=25", "train.pipeline_parallel=2")
+    with pytest.raises(PlanError, match=r"train.pipeline_chunks = 25 needs stages"):
+        plan_ranks(64, *EXPERTS, "train.pipeline_chunks=25")
     with pytest.raises(PlanError, match='is for trainer "megatron"'):
         plan_ranks(64, *EXPERTS, "train.pipeline_chunks=2", "train.trainer=torch")
 

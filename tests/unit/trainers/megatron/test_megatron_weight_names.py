@@ -67,7 +67,7 @@ def test_the_names_and_shapes_are_those_of_the_model_of_transformers(family):
     "degrees",
     [
         *(Degrees(), Degrees(tp=2), Degrees(pp=4), Degrees(ep=2, copies=2)),
-        *(Degrees(2, 2, 4, 2), Degrees(tp=2, copies=2), Degrees(pp=2, chunks=2)),
+        *(Degrees(2, 2, 4, 2), Degrees(tp=2, copies=2), Degrees(pp=2, chunks=2), Degrees(pp=3)),
     ],
     ids=str,
 )
@@ -112,11 +112,11 @@ def test_the_vocabulary_is_padded_so_that_every_rank_has_the_same_number_of_rows
     [
         ("qwen2", Degrees(tp=3), "does not divide the model's 2 query groups"),
         ("deepseek_v3", Degrees(tp=3), "does not divide the model's 4 attention heads"),
-        ("qwen2", Degrees(pp=3), "4 layers"),
+        ("qwen2", Degrees(pp=5), "more stages than the model's 4 layers"),
         ("mixtral", Degrees(ep=3), r"train\.expert_parallel = 3 does not divide the model's 4 experts"),
         ("qwen2", Degrees(ep=2), "the model has no experts: set it to 1"),
         ("qwen2", Degrees(chunks=2), "needs stages: set train.pipeline_parallel = 2 or more"),
-        ("qwen2", Degrees(pp=2, chunks=4), "does not divide the 2 layers of a rank"),
+        ("qwen2", Degrees(pp=2, chunks=4), "4 on each of 2 stages are more parts than the model's 4 layers"),
         ("qwen2", Degrees(cp=3), r"train\.context_parallel = 3 does not divide the 4 attention heads of the model"),
         ("qwen2", Degrees(tp=2, cp=4), r"the 2 attention heads of a rank with train\.tensor_parallel = 2"),
     ],
