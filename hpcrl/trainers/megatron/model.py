@@ -401,7 +401,7 @@ def _make_transformer_config(
     shape, on_gpus, num_parts = dims.shape, torch.cuda.is_available(), rank.num_pp * rank.num_chunks
     num_layers = (
         -(-shape.num_layers // num_parts) * num_parts
-    )  # Megatron wants as many on each; what it makes is listed
+    )  # Megatron wants the same on each; what it makes is listed
     settings = dict(
         num_layers=num_layers,
         hidden_size=shape.hidden_size,
