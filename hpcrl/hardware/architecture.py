@@ -274,9 +274,13 @@ def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees, *
 
 
 def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
-    """Return how often keys and values are repeated, so that this many ranks can divide their heads."""
-    most = num_heads // num_kv_heads
-    return next(num for num in range(1, most + 1) if most % num == 0 and num_kv_heads * num % size == 0)
+    """Return how often keys and values are repeated, so that this many ranks can divide their heads.
+
+    They are repeated for each query head where nothing less does, as with heads that are a guess.
+    """
+    most = max(num_heads // num_kv_heads, 1)
+    fitting = (num for num in range(1, most + 1) if most % num == 0 and num_kv_heads * num % size == 0)
+    return next(fitting, most)
 
 
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:

@@ -147,7 +147,7 @@ def _check_trainer(recipe: Recipe) -> None:
             f'train.pipeline_chunks = {train.pipeline_chunks} is for trainer "megatron": remove it, or set '
             'train.trainer = "megatron"'
         )
-    if train.pipeline_chunks > 1 == degrees.pipeline and not (recipe.model.config and train.has_open_degrees):
+    if train.pipeline_chunks > 1 == degrees.pipeline and not _may_choose_degrees(recipe):
         raise PlanError(
             f"train.pipeline_chunks = {train.pipeline_chunks} needs stages: set train.pipeline_parallel = 2 or more"
         )
@@ -167,9 +167,14 @@ def _check_trainer(recipe: Recipe) -> None:
             f'train.offload = true with train.sharding = "{train.sharding}" and resources.train.num_workers = {ranks}: '
             'only shards are kept in host memory: set sharding = "full", and num_workers = 2 or more'
         )
-    is_open = train.has_open_degrees and recipe.model.config
-    if not is_open and (conflict := find_share_conflict(recipe)) is not None:
+    if not _may_choose_degrees(recipe) and (conflict := find_share_conflict(recipe)) is not None:
         raise PlanError(conflict)
+
+
+def _may_choose_degrees(recipe: Recipe) -> bool:
+    """Return whether the plan knows enough of the model to choose the degrees that the recipe leaves open."""
+    needed = recipe.model.architecture if recipe.train.trainer == "megatron" else recipe.model.config
+    return recipe.train.has_open_degrees and bool(needed)
 
 
 def find_share_conflict(recipe: Recipe) -> str | None:

@@ -129,6 +129,11 @@ class _RankNeed(NamedTuple):
     def total(self) -> float:
         return self.memory.total + self.others
 
+    @property
+    def without_tokens(self) -> float:
+        """What it has of models and the optimizer alone."""
+        return self.memory.state + self.others
+
 
 def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> TrainerMemory | None:
     """Find what each GPU and node of the trainer holds; None without GPUs or sizes."""
@@ -187,7 +192,7 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
     usable = _find_usable_bytes(gpu)
     num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
     need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
-    if (need.total if recipe.model.config else need.memory.state + need.others) <= usable:
+    if (need.total if recipe.model.config else need.without_tokens) <= usable:
         return None
     parts = {
         f"weights, gradients and optimizer of {show_weights(shape.num_params)} weights": need.memory.state,
@@ -212,13 +217,27 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
 
 def may_fit(recipe: Recipe, site: Site) -> bool:
     """Return whether a rank of the trainer fits on some GPU of the site, or that is not known."""
-    shape, named = recipe.model.architecture, {each.gpu for each in site.partitions.values() if each.gpus_per_node}
-    gpus = [site.find_gpu(name) for name in named]
-    if shape is None or not recipe.resources.train.gpus_per_worker or None in gpus or not gpus:
+    shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
+    if shape is None or usable is None:
         return True
-    usable = max(_find_usable_bytes(gpu) for gpu in gpus if gpu is not None)
     num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
     return _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
+
+
+def may_hold_state(recipe: Recipe, site: Site) -> bool:
+    """Return whether some GPU of the site holds what a rank has without any tokens, or that is not known."""
+    shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
+    if shape is None or usable is None:
+        return True
+    return _compute_need(recipe, shape, num_bytes=usable, num_tokens=0).without_tokens <= usable
+
+
+def _find_most_usable_bytes(recipe: Recipe, site: Site) -> float | None:
+    """Return what the largest GPU of the site has for a rank; None without GPUs, or where one of them is not known."""
+    gpus = [site.find_gpu(name) for name in {each.gpu for each in site.partitions.values() if each.gpus_per_node}]
+    if not recipe.resources.train.gpus_per_worker or None in gpus or not gpus:
+        return None
+    return max(_find_usable_bytes(gpu) for gpu in gpus if gpu is not None)
 
 
 def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
@@ -477,7 +496,7 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
     if shape is None:
         return
     now, found = train.degrees.settings, []
-    for degrees in list_divisions(shape, train.degrees, num_chunks=train.pipeline_chunks):
+    for degrees in list_recipe_divisions(recipe, shape):
         num, numbers = degrees.num_divided, list(degrees.settings.values())
         found.append((-(-num_ranks // num) * num, sum(numbers), numbers))
     for num, _, numbers in sorted(found):
@@ -488,6 +507,30 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         if settings and num <= MAX_RANKS:
             yield again | settings
     yield from (again | {"resources.train.num_workers": num_ranks * more} for more in (2, 4, 8, 16, 32))
+
+
+def list_recipe_divisions(
+    recipe: Recipe, shape: ModelArchitecture, *, fixed: Collection[str] = ()
+) -> Iterator[ParallelDegrees]:
+    """Yield the divisions of a recipe's model by trainer "megatron" with its degrees or more; the `fixed` ones stay.
+
+    Where the number of weights alone is known, these are powers of two, which divide most models.
+    """
+    least, num_chunks = recipe.train.degrees, recipe.train.pipeline_chunks
+    if recipe.model.config:
+        yield from list_divisions(shape, least, fixed=fixed, num_chunks=num_chunks)
+        return
+    most = {"tensor": MAX_TENSOR_RANKS, "pipeline": shape.num_layers // num_chunks}
+    for tensor, pipeline in itertools.product(
+        *([getattr(least, name)] if name in fixed else _list_doubled(getattr(least, name), most[name]) for name in most)
+    ):
+        if num_chunks == 1 or pipeline > 1:
+            yield msgspec.structs.replace(least, tensor=tensor, pipeline=pipeline)
+
+
+def _list_doubled(least: int, most: int) -> list[int]:
+    """Return a number and those of its doubles that are not above another."""
+    return [least, *(least << power for power in range(1, most.bit_length()) if least << power <= most)]
 
 
 def list_divisions(

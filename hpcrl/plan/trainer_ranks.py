@@ -16,7 +16,7 @@ from hpcrl.errors import PlanError
 from hpcrl.hardware.architecture import find_context_conflict, find_parallel_conflict
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.plan.checks import find_share_conflict
-from hpcrl.plan.trainer_memory import MAX_TENSOR_RANKS, list_divisions, may_fit
+from hpcrl.plan.trainer_memory import MAX_TENSOR_RANKS, list_recipe_divisions, may_fit, may_hold_state
 
 
 def list_trainer_settings(recipe: Recipe, site: Site) -> list[TrainConfig]:
@@ -27,6 +27,8 @@ def list_trainer_settings(recipe: Recipe, site: Site) -> list[TrainConfig]:
         raise PlanError(conflict)
     found = [train for train, conflict in zip(listed, conflicts, strict=True) if conflict is None]
     likely = [train for train in found if may_fit(replace(recipe, train=train), site)]
+    if not likely and not recipe.model.config:  # what tokens need is a guess, by which nothing is refused
+        likely = [train for train in found if may_hold_state(replace(recipe, train=train), site)]
     return likely or [train for train in found if train.degrees == recipe.train.degrees] or found[:1]
 
 
@@ -61,11 +63,11 @@ def _list_sharded(recipe: Recipe) -> list[TrainConfig]:
 def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:
     """List the settings of trainer "megatron"; the ranks that share a layer are on one node."""
     train, num_ranks, shape = recipe.train, recipe.resources.train.num_workers, recipe.model.architecture
-    if shape is None or not recipe.model.config:
+    if shape is None:
         return [train]
     fixed = [name for name in DEGREES if getattr(train, f"{name}_parallel") != "auto"]
     most = max(each.gpus_per_node for each in site.partitions.values()) or MAX_TENSOR_RANKS
-    tried = list_divisions(shape, train.degrees, fixed=fixed, num_chunks=train.pipeline_chunks)
+    tried = list_recipe_divisions(recipe, shape, fixed=fixed)
     ordered = sorted(
         (
             each
@@ -74,9 +76,10 @@ def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:
         ),
         key=_rank_division,
     )
-    num_chunks = train.pipeline_chunks
-    if not ordered and (conflict := find_parallel_conflict(shape, train.degrees, num_chunks=num_chunks)) is not None:
-        raise PlanError(conflict)
+    if not ordered and recipe.model.config:
+        conflict = find_parallel_conflict(shape, train.degrees, num_chunks=train.pipeline_chunks)
+        if conflict is not None:
+            raise PlanError(conflict)
     return [train.with_degrees(each) for each in ordered] or [train]
 
 

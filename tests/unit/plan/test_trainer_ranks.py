@@ -14,6 +14,11 @@ EXPERTS = (
     *("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"),
 )
 
+SOME_8B = (
+    *("model.path=some/model", "model.num_params=8_000_000_000", "engine.backend=vllm", "engine.max_model_len=32768"),
+    *("train.trainer=megatron", "train.groups_per_step=16", "site.partitions.gpu-hbm80g.gpu=a100-40"),
+)
+
 
 def plan_ranks(num_ranks: int, *settings: str) -> Plan:
     return plan_recipe(*settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
@@ -62,6 +67,26 @@ def test_stages_with_several_parts_of_the_model_are_two_or_more() -> None:
         plan_ranks(64, *EXPERTS, "train.pipeline_chunks=25")
     with pytest.raises(PlanError, match='is for trainer "megatron"'):
         plan_ranks(64, *EXPERTS, "train.pipeline_chunks=2", "train.trainer=torch")
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16])
+def test_degrees_are_chosen_for_a_model_of_which_the_number_of_weights_is_known(num_ranks: int) -> None:
+    plan = plan_ranks(num_ranks, *SOME_8B)
+    assert plan.train_degrees == ParallelDegrees(tensor=4)
+    assert plan.train_memory is not None
+    assert plan.train_memory.free_gib > 0
+    assert plan_ranks(16, *SOME_8B, "train.pipeline_chunks=2").train_degrees.pipeline == 2
+
+
+def test_a_guess_of_what_tokens_need_refuses_no_degrees() -> None:
+    assert plan_ranks(16, *SOME_8B, "engine.max_model_len=4_000_000").train_degrees == ParallelDegrees(tensor=2)
+
+
+@pytest.mark.parametrize("context", [1, 16])
+def test_degrees_that_are_too_few_for_a_number_of_weights_are_refused_with_more(context: int) -> None:
+    fixed = list_fixed(ParallelDegrees(context=context))
+    with pytest.raises(PlanError, match=r"set train.tensor_parallel = 2 and train.pipeline_parallel = 2"):
+        plan_ranks(16, *SOME_8B, *fixed)
 
 
 def test_a_small_batch_has_fewer_shares_and_more_ranks_for_each() -> None:
