@@ -153,8 +153,8 @@ def _check_trainer(recipe: Recipe) -> None:
         )
     if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
         raise PlanError(foreign)
+    _check_division(recipe)  # first, since a degree that divides no model fits no number of ranks
     _check_groups(recipe)
-    _check_division(recipe)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
         raise PlanError(
             f"train.moe_aux_coef = {train.moe_aux_coef:g} cannot act: the config.json of the model has no experts; "

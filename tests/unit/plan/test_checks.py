@@ -317,6 +317,7 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         ((*SIX_RANKS, "train.context_parallel=2", "model.config.model_type=gemma2"), "not known to be right"),
         ((*SIX_RANKS, "train.context_parallel=2", *DYNAMIC), 'of type "dynamic"'),
         ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
+        (("train.trainer=megatron", "train.tensor_parallel=3"), "3 does not divide the model's 4 query groups"),
         ((*MEGATRON, "train.tensor_parallel=3"), "tensor_parallel = 3 does not divide the model's 4 query groups"),
         ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 are more stages than the model's 2 layers"),
     ],
