@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
+import msgspec
 from msgspec import Struct
 
 from hpcrl.config.pipeline import check_user_nodes, needs_critic
@@ -136,23 +137,18 @@ def _check_trainer(recipe: Recipe) -> None:
             f"set it to 1, and resources.train.num_workers = {ranks * gpus}"
         )
     degrees = train.degrees
-    if train.trainer == "torch" and max(degrees.tensor, degrees.pipeline, degrees.expert) > 1:
-        raise PlanError(
-            f"train.tensor_parallel = {degrees.tensor}, train.pipeline_parallel = {degrees.pipeline} and "
-            f'train.expert_parallel = {degrees.expert} are for trainer "megatron": remove them, or set '
-            'train.trainer = "megatron"'
-        )
-    if train.trainer == "torch" and train.pipeline_chunks > 1:
-        raise PlanError(
-            f'train.pipeline_chunks = {train.pipeline_chunks} is for trainer "megatron": remove it, or set '
-            'train.trainer = "megatron"'
-        )
+    foreign = (*(f"{name}_parallel" for name in ("tensor", "pipeline", "expert")), "pipeline_chunks")
+    given = [name for name in foreign if getattr(train, name) not in ("auto", 1)]
+    if train.trainer == "torch" and given:
+        shown = " and ".join(f"train.{name} = {getattr(train, name)}" for name in given)
+        verb, them = ("are", "them") if len(given) > 1 else ("is", "it")
+        raise PlanError(f'{shown} {verb} for trainer "megatron": remove {them}, or set train.trainer = "megatron"')
     if train.pipeline_chunks > 1 == degrees.pipeline and not _may_choose_degrees(recipe):
         raise PlanError(
             f"train.pipeline_chunks = {train.pipeline_chunks} needs stages: set train.pipeline_parallel = 2 or more"
         )
-    if train.trainer == "megatron" and (foreign := find_megatron_conflict(train)) is not None:
-        raise PlanError(foreign)
+    if train.trainer == "megatron" and (conflict := find_megatron_conflict(train)) is not None:
+        raise PlanError(conflict)
     _check_division(recipe)  # first, since a degree that divides no model fits no number of ranks
     _check_groups(recipe)
     if train.moe_aux_coef and recipe.model.config and not read_architecture(recipe.model.config).num_experts:
@@ -440,7 +436,8 @@ def find_megatron_conflict(train: TrainConfig) -> str | None:
     plain = {"rows": "padded", "lora_rank": 0, "offload": False, "compile": False}
     for name, known in plain.items():
         if (seen := getattr(train, name)) != known:
-            return f'train.{name} = {seen!r} is not supported by trainer "megatron": set it to {known!r}'
+            shown, plain_value = (msgspec.json.encode(value).decode() for value in (seen, known))  # as in TOML
+            return f'train.{name} = {shown} is not supported by trainer "megatron": set it to {plain_value}'
     if train.sharding == "full":
         return (
             'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '

@@ -320,6 +320,18 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         (("train.trainer=megatron", "train.tensor_parallel=3"), "3 does not divide the model's 4 query groups"),
         ((*MEGATRON, "train.tensor_parallel=3"), "tensor_parallel = 3 does not divide the model's 4 query groups"),
         ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 are more stages than the model's 2 layers"),
+        (
+            (*SIX_RANKS, "train.expert_parallel=2"),
+            'train.expert_parallel = 2 is for trainer "megatron": remove it, or set train.trainer = "megatron"',
+        ),
+        (
+            (*SIX_RANKS, "train.tensor_parallel=2", "train.pipeline_parallel=1", "train.pipeline_chunks=2"),
+            'train.tensor_parallel = 2 and train.pipeline_chunks = 2 are for trainer "megatron": remove them',
+        ),
+        (
+            (*MEGATRON, "train.rows=packed"),
+            'train.rows = "packed" is not supported by trainer "megatron": set it to "pad',
+        ),
     ],
 )
 def test_a_model_whose_config_does_not_fit_the_recipe_is_refused(settings: tuple[str, ...], problem: str) -> None:

@@ -116,7 +116,7 @@ def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
         (("train.expert_parallel=2",), 'train.trainer = "megatron"'),
         (("train.trainer=megatron", "train.expert_parallel=2"), "not a multiple of train.expert_parallel"),
         (("train.trainer=megatron", "train.context_parallel=2"), "not a multiple of train.context_parallel = 2"),
-        (("train.trainer=megatron", "train.compile=true"), 'not supported by trainer "megatron": set it to False'),
+        (("train.trainer=megatron", "train.compile=true"), 'not supported by trainer "megatron": set it to false'),
         (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),
         (("resources.train.num_workers=500",), "raise train.groups_per_step"),
     ],
