@@ -440,8 +440,9 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
     kinds = [_list_megatron_changes] if is_megatron else [_list_changes, _list_context_changes]
     for changes in (list_changes(recipe) for list_changes in kinds):
         for settings in changes:
-            changed = _change_recipe(recipe, settings)
-            if _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
+            tried = _list_choices(_change_recipe(recipe, settings))
+            needs = (_compute_need(each, shape, num_bytes=num_bytes, num_tokens=num_tokens) for each in tried)
+            if any(need.total <= num_bytes for need in needs):
                 found.append(_show_settings(settings))
                 break
     enough = recipe
@@ -462,6 +463,22 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     found += advise_on_fixed_models(models)
     return found or ["choose a partition whose GPUs have more memory, or a smaller model"]
+
+
+def _list_choices(recipe: Recipe) -> Iterator[Recipe]:
+    """Yield a recipe whole, and with the sizes of groups that the plan may choose for its ranks."""
+    yield recipe
+    if recipe.train.trainer == "torch":
+        yield from (_change_recipe(recipe, {"train.context_parallel": size}) for size in list_context_sizes(recipe))
+
+
+def list_context_sizes(recipe: Recipe) -> list[int]:
+    """List the groups of ranks of trainer "torch" that may divide the positions of rows, if a recipe leaves it open."""
+    num_ranks, config = recipe.resources.train.num_workers, recipe.model.config
+    if recipe.train.context_parallel != "auto" or not config:
+        return []
+    powers = (2**exponent for exponent in range(1, num_ranks.bit_length()))
+    return [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
 
 
 def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:

@@ -13,10 +13,16 @@ from msgspec.structs import replace
 from hpcrl.config.recipe import Recipe, TrainConfig
 from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
-from hpcrl.hardware.architecture import find_context_conflict, find_parallel_conflict
+from hpcrl.hardware.architecture import find_parallel_conflict
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.plan.checks import find_share_conflict
-from hpcrl.plan.trainer_memory import MAX_TENSOR_RANKS, list_recipe_divisions, may_fit, may_hold_state
+from hpcrl.plan.trainer_memory import (
+    MAX_TENSOR_RANKS,
+    list_context_sizes,
+    list_recipe_divisions,
+    may_fit,
+    may_hold_state,
+)
 
 
 def list_trainer_settings(recipe: Recipe, site: Site) -> list[TrainConfig]:
@@ -50,14 +56,11 @@ def explain_choice(recipe: Recipe, chosen: TrainConfig) -> list[str]:
 
 def _list_sharded(recipe: Recipe) -> list[TrainConfig]:
     """List the settings of trainer "torch"."""
-    train, num_ranks, config = recipe.train, recipe.resources.train.num_workers, recipe.model.config
-    found, sizes = [train], list[int]()
+    train, num_ranks = recipe.train, recipe.resources.train.num_workers
+    found = [train]
     if train.sharding == "auto" and num_ranks > 1:
         found = [replace(train, sharding="none")] * (not train.offload) + [replace(train, sharding="full")]
-    if train.context_parallel == "auto" and config:
-        powers = (2**exponent for exponent in range(1, num_ranks.bit_length()))
-        sizes = [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
-    return [*found, *(replace(found[-1], context_parallel=size) for size in sizes)]
+    return [*found, *(replace(found[-1], context_parallel=size) for size in list_context_sizes(recipe))]
 
 
 def _list_divided(recipe: Recipe, site: Site) -> list[TrainConfig]:

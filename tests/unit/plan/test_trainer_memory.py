@@ -360,6 +360,14 @@ def test_a_refusal_of_megatron_names_a_parallelism_that_fits() -> None:
     assert find_memory("train.trainer=megatron", *settings).free_gib > 0
 
 
+def test_more_ranks_are_advised_with_the_groups_that_the_plan_would_make_of_them() -> None:
+    settings = (*LLAMA_70B, "train.trainer=torch", "engine.max_model_len=65536")
+    with pytest.raises(PlanError, match=r": set resources.train.num_workers = 32$"):
+        plan_recipe(*settings, SIXTEEN, site="perlmutter")
+    plan = plan_recipe(*settings, "resources.train.num_workers=32", site="perlmutter")
+    assert plan.train_degrees.context == 4
+
+
 def test_experts_are_divided_by_their_own_parallelism() -> None:
     steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
     engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4", "train.precision=bf16")
