@@ -30,6 +30,8 @@ CONTEXT_FAMILIES = KNOWN_FAMILIES - {"gemma2", "gemma3_text"}
 """The families whose rows ranks can divide: only attention sees other positions, and it is plain softmax attention."""
 REPLAY_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe"})
 """The families in whose routers another choice of experts is known to be replayed right."""
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+"""The families that trainer "megatron" supports."""
 _LENGTH_ROPES = ("dynamic", "longrope")
 """Rotations whose angles depend on how long the row is."""
 _TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}

@@ -3,7 +3,6 @@
 check_recipe             raise a PlanError for the first conflict, with a fix
 check_engine_gpus        the same, of the GPUs that engines have; again after the planner has chosen them
 check_lengths            the same for lengths beyond a model's context
-find_megatron_conflict   the first setting that trainer "megatron" does not support
 """
 
 import math
@@ -11,10 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec import Struct
 
-from hpcrl.config.pipeline import check_user_nodes, needs_critic
+from hpcrl.config.pipeline import check_user_nodes
 from hpcrl.config.program import AGENT_PROGRAM, reserves_place
 from hpcrl.config.published_adapters import find_adapter_conflict
 from hpcrl.config.recipe import (
@@ -51,6 +49,7 @@ from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.engine_gpus import divides_experts, divides_heads
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
 from hpcrl.plan.router_replay import find_replay_conflict
+from hpcrl.plan.trainer_checks import find_megatron_conflict, find_share_conflict
 
 JUDGE_REWARD = "hpcrl.envs.judge:judge"
 MAX_GEOMETRIC_RATIO = 1.5
@@ -171,23 +170,6 @@ def _may_choose_degrees(recipe: Recipe) -> bool:
     """Return whether the plan knows enough of the model to choose the degrees that the recipe leaves open."""
     needed = recipe.model.architecture if recipe.train.trainer == "megatron" else recipe.model.config
     return recipe.train.has_open_degrees and bool(needed)
-
-
-def find_share_conflict(recipe: Recipe) -> str | None:
-    """Return why a step has too little for each share of the trainer, with a fix; None if it has enough."""
-    train, num_shares, warmup = recipe.train, recipe.num_train_shares, recipe.warmup
-    batch = train.groups_per_step * recipe.rollout.group_size
-    if recipe.has_rollouts and batch < num_shares * train.num_minibatches:
-        return (
-            f"a step has {batch} trajectories for {num_shares} ranks x train.num_minibatches = "
-            f"{train.num_minibatches}: raise train.groups_per_step or lower the others"
-        )
-    if warmup is not None and warmup.conversations_per_step < num_shares:
-        return (
-            f"warmup.conversations_per_step = {warmup.conversations_per_step} for {num_shares} ranks: raise it to "
-            f"{num_shares} or more"
-        )
-    return None
 
 
 def _check_groups(recipe: Recipe) -> None:
@@ -427,26 +409,6 @@ def _find_top_p_conflict(recipe: Recipe) -> str | None:
         return (
             f"rollout.top_p = {top_p:g} with train.correction = {train.correction!r}: each token's weight is its "
             'nucleus, whose product over a sequence vanishes; set correction = "token" or "geometric", or top_p = 1'
-        )
-    return None
-
-
-def find_megatron_conflict(train: TrainConfig) -> str | None:
-    """Return the first setting that trainer "megatron" does not support, with a fix; None if there is none."""
-    plain = {"rows": "padded", "lora_rank": 0, "offload": False, "compile": False}
-    for name, known in plain.items():
-        if (seen := getattr(train, name)) != known:
-            shown, plain_value = (msgspec.json.encode(value).decode() for value in (seen, known))  # as in TOML
-            return f'train.{name} = {shown} is not supported by trainer "megatron": set it to {plain_value}'
-    if train.sharding == "full":
-        return (
-            'train.sharding = "full" is not supported by trainer "megatron", which splits a model by '
-            "train.tensor_parallel, train.expert_parallel and train.pipeline_parallel: remove it"
-        )
-    if needs_critic(train):
-        return (
-            'train.advantage = "gae" needs a critic, which trainer "megatron" does not have: use "torch", or a '
-            "function of your own for train.pipeline.values"
         )
     return None
 

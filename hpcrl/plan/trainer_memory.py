@@ -23,7 +23,12 @@ import msgspec
 from hpcrl.config.pipeline import needs_critic
 from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, Recipe
 from hpcrl.config.site import Site
-from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, find_parallel_conflict
+from hpcrl.hardware.architecture import (
+    MEGATRON_FAMILIES,
+    ModelArchitecture,
+    find_context_conflict,
+    find_parallel_conflict,
+)
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.hardware.gpus import GpuModel
@@ -39,6 +44,7 @@ from hpcrl.plan.demand import (
     make_rank_setup,
     show_weights,
 )
+from hpcrl.plan.trainer_checks import find_megatron_conflict, find_share_conflict
 
 MAX_MICRO_BATCH_TOKENS = 1 << 16
 """The most tokens of a rank in a micro-batch that is chosen here: with fewer already, a GPU waits for nothing."""
@@ -209,6 +215,10 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         fits = _compute_need(changed, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
         if fits and node is not None and node.total <= site.partitions[choice.partition].mem_gib_per_node * GIB:
             advice.append(_show_settings(settings))
+    if not advice and is_torch:
+        num_gpus = site.partitions[choice.partition].gpus_per_node
+        advice = _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=num_gpus)
+    advice = advice or ["choose a site whose GPUs have more memory, or a smaller model"]
     return (
         f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
         f"GPU of type {gpu.name} ({choice.partition}): {', or '.join(advice)}"
@@ -218,10 +228,14 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
 def may_fit(recipe: Recipe, site: Site) -> bool:
     """Return whether a rank of the trainer fits on some GPU of the site, or that is not known."""
     shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
-    if shape is None or usable is None:
-        return True
-    num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
-    return _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
+    return shape is None or usable is None or _fits(recipe, shape, num_bytes=usable)
+
+
+def _fits(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> bool:
+    if _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=0).without_tokens > num_bytes:
+        return False
+    num_tokens = _choose_micro_batch(recipe, shape, num_bytes=num_bytes)
+    return _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes
 
 
 def may_hold_state(recipe: Recipe, site: Site) -> bool:
@@ -462,7 +476,7 @@ def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, 
     if models and not is_megatron:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     found += advise_on_fixed_models(models)
-    return found or ["choose a partition whose GPUs have more memory, or a smaller model"]
+    return found
 
 
 def _list_choices(recipe: Recipe) -> Iterator[Recipe]:
@@ -524,6 +538,24 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         if settings and num <= MAX_RANKS:
             yield again | settings
     yield from (again | {"resources.train.num_workers": num_ranks * more} for more in (2, 4, 8, 16, 32))
+
+
+def _advise_on_megatron(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, gpus_per_node: int) -> list[str]:
+    """Advise trainer "megatron" where it takes the recipe, with more ranks if needed; the plan chooses open degrees."""
+    changed = _change_recipe(recipe, {"train.trainer": "megatron", "train.sharding": "auto"})
+    if shape.family not in MEGATRON_FAMILIES or find_megatron_conflict(changed.train) is not None:
+        return []
+    given: dict[str, Any] = {"train.trainer": "megatron"}
+    if recipe.train.sharding != "auto":
+        given["train.sharding"] = "auto"
+    open_degrees = {f"train.{name}_parallel" for name in DEGREES if getattr(recipe.train, f"{name}_parallel") == "auto"}
+    for settings in ({}, *_list_megatron_changes(changed)):
+        tried = _change_recipe(changed, {"train.sharding": "auto"} | settings)
+        is_within_node = tried.train.degrees.tensor <= gpus_per_node
+        if is_within_node and find_share_conflict(tried) is None and _fits(tried, shape, num_bytes=num_bytes):
+            shown = {name: value for name, value in settings.items() if name not in open_degrees}
+            return [_show_settings(given | shown)]
+    return []
 
 
 def list_recipe_divisions(

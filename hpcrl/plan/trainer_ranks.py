@@ -15,7 +15,7 @@ from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware.architecture import find_parallel_conflict
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
-from hpcrl.plan.checks import find_share_conflict
+from hpcrl.plan.trainer_checks import find_share_conflict
 from hpcrl.plan.trainer_memory import (
     MAX_TENSOR_RANKS,
     list_context_sizes,

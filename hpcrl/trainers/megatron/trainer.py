@@ -30,7 +30,7 @@ from hpcrl.errors import TrainError
 from hpcrl.learn.batch import MicroBatch, empty_micro_batch, pad_to_length
 from hpcrl.learn.loss import LossSums, PolicyLoss
 from hpcrl.learn.pipeline import load_update
-from hpcrl.plan.checks import find_megatron_conflict
+from hpcrl.plan.trainer_checks import find_megatron_conflict
 from hpcrl.spool.record import Trajectory
 from hpcrl.system.processes import return_false
 from hpcrl.trainers.base import (

@@ -1,6 +1,6 @@
 """Map shards of canonical (HF) tensors to a Megatron rank's own tensors; arithmetic only.
 
-    ModelDims              what the map needs of a model; SUPPORTED_MODEL_TYPES names the families that have one
+    ModelDims              what the map needs of a model, of one of MEGATRON_FAMILIES
     ParallelRank           a rank's part of each layer (TP, EP), its layers (PP), and its copy of both
     ShardMapping           one shard and its place in a Megatron tensor
     map_shards             every shard that a rank holds
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import (
+    MEGATRON_FAMILIES,
     ModelArchitecture,
     find_parallel_conflict,
     list_dense_layers,
@@ -28,7 +29,6 @@ from hpcrl.hardware.architecture import (
 )
 from hpcrl.hardware.degrees import ParallelDegrees, find_part_layers
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 EMBEDDING = "0.embedding.word_embeddings.weight"
 _SIGMOID_ROUTERS = ("deepseek_v3", "glm4_moe")
 """Families whose routers add a bias, which is not trained, to scores from a sigmoid."""
@@ -104,9 +104,9 @@ class ShardMapping(NamedTuple):
 def read_model_dims(fields: Mapping[str, Any]) -> ModelDims:
     """Read the sizes from the fields of a config.json; TrainError if the model has no map, KeyError without a field."""
     family = fields["model_type"]
-    if family not in SUPPORTED_MODEL_TYPES:
+    if family not in MEGATRON_FAMILIES:
         raise TrainError(
-            f'trainer "megatron" supports {", ".join(SUPPORTED_MODEL_TYPES)} models, '
+            f'trainer "megatron" supports {", ".join(MEGATRON_FAMILIES)} models, '
             f'and this one is {family!r}: use trainer = "torch"'
         )
     shape = read_architecture(fields)

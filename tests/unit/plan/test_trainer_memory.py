@@ -22,6 +22,14 @@ QWEN3_30B = (
     *("model.config.num_key_value_heads=4", "model.config.vocab_size=151936", "model.config.num_experts=128"),
     *("model.config.num_experts_per_tok=8", "model.config.moe_intermediate_size=768"),
 )
+WIDE_EXPERTS = (
+    *("model.config.model_type=mixtral", "model.config.hidden_size=7168", "model.config.intermediate_size=2048"),
+    *("model.config.num_hidden_layers=6", "model.config.num_attention_heads=64", "model.config.vocab_size=129280"),
+    *("model.config.num_key_value_heads=8", "model.config.num_local_experts=256", "train.groups_per_step=128"),
+    *("model.config.num_experts_per_tok=8", "engine.max_model_len=16384", "train.precision=bf16"),
+    *("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"),
+    *("engine.backend=vllm", "model.path=some/model"),
+)
 BF16_SHARDS = ("train.sharding=full", "train.precision=bf16")
 SIXTEEN = "resources.train.num_workers=16"
 ENGINES = (
@@ -194,9 +202,9 @@ def test_what_cannot_fit_is_refused_with_a_change_after_which_it_fits(settings: 
 
 def test_gpus_smaller_than_one_layer_are_refused_whatever_the_number_of_ranks() -> None:
     layer = ("model.config.hidden_size=32768", "model.config.intermediate_size=131072", "model.config.vocab_size=32000")
-    message = refuse(*layer, "model.config.num_hidden_layers=1", *ENGINES)
+    message = refuse(*layer, "model.config.num_hidden_layers=1", "train.compile=true", *ENGINES)
     assert "for layers that are gathered or copied" in message
-    assert message.endswith(": choose a partition whose GPUs have more memory, or a smaller model")
+    assert message.endswith(": choose a site whose GPUs have more memory, or a smaller model")
 
 
 def test_a_refusal_names_what_the_memory_would_be_for() -> None:
@@ -366,6 +374,33 @@ def test_more_ranks_are_advised_with_the_groups_that_the_plan_would_make_of_them
         plan_recipe(*settings, SIXTEEN, site="perlmutter")
     plan = plan_recipe(*settings, "resources.train.num_workers=32", site="perlmutter")
     assert plan.train_degrees.context == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (("train.sharding=full", "resources.train.num_workers=64"), '"megatron" and train.sharding = "auto"'),
+        (
+            ("train.sharding=none", "train.context_parallel=2", "resources.train.num_workers=2"),
+            '"megatron" and train.sharding = "auto" and resources.train.num_workers = 24',
+        ),
+    ],
+)
+def test_trainer_megatron_is_advised_for_a_model_that_shards_cannot_hold(
+    settings: tuple[str, ...], advice: str
+) -> None:
+    wide = (*WIDE_EXPERTS, *settings)
+    with pytest.raises(PlanError) as caught:
+        plan_recipe(*wide, site="perlmutter")
+    assert str(caught.value).endswith(f": set train.trainer = {advice}")
+    changes = [change.replace(" ", "") for change in f"train.trainer = {advice}".split(" and ")]
+    plan = plan_recipe(*wide, *changes, site="perlmutter")
+    assert plan.train_memory is not None
+    assert plan.train_memory.free_gib >= 0
+    with pytest.raises(PlanError, match=r"choose a site whose GPUs have more memory, or a smaller model$"):
+        plan_recipe(*wide, "train.compile=true", site="perlmutter")
+    with pytest.raises(PlanError, match=r"choose a site whose GPUs have more memory, or a smaller model$"):
+        plan_recipe(*wide, "model.config.model_type=qwen2_moe", site="perlmutter")
 
 
 def test_experts_are_divided_by_their_own_parallelism() -> None:
