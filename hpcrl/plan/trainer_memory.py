@@ -98,6 +98,12 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
         """The host memory that the trainer needs on each node."""
         return self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib + self.node_state_gib
 
+    @property
+    def most_tokens_how(self) -> str:
+        """The condition under which the most tokens fit, as the end of a sentence; empty without one."""
+        needs_recompute = not self.recompute and self.row_limit is not None and self.row_limit < self.most_tokens
+        return " with recomputation" * needs_recompute
+
     def describe(self) -> list[str]:
         """Describe what a GPU and a node hold, and what is left of them."""
         parts = {
@@ -117,7 +123,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
             f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.1f} usable GiB: "
             f"{shown}",
             f"that is with {self.num_tokens} tokens in a micro-batch, and {again}; {self.free_gib:.1f} GiB are left, "
-            f"and {self.most_tokens} tokens would fit",
+            f"and {self.most_tokens} tokens would fit{self.most_tokens_how}",
             f"each node of the trainer holds {self.node_gib:.0f} GiB: {state}processes {self.node_processes_gib:.0f}, "
             f"snapshot of a checkpoint {self.node_snapshot_gib:.0f}, weight window {self.node_window_gib:.0f}; "
             f"{self.node_free_gib:.0f} GiB are left",
@@ -137,7 +143,7 @@ class _RankNeed(NamedTuple):
 
     @property
     def without_tokens(self) -> float:
-        """What it has of models and the optimizer alone."""
+        """The bytes of models and the optimizer alone."""
         return self.memory.state + self.others
 
 
@@ -298,7 +304,9 @@ def describe_micro_batch(memory: TrainerMemory | None, recipe: Recipe) -> list[s
     """Describe the tokens of a micro-batch, if they were chosen by what fits."""
     if memory is None or recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config:
         return []
-    return [f"train.tokens_per_micro_batch = {memory.num_tokens}: {memory.most_tokens} would fit"]
+    return [
+        f"train.tokens_per_micro_batch = {memory.num_tokens}: {memory.most_tokens} would fit{memory.most_tokens_how}"
+    ]
 
 
 def advise_on_shortage(recipe: Recipe, *, has_gpus: bool, num_rows: int = 0, num_tokens: int = 0) -> str:

@@ -165,6 +165,20 @@ def test_the_description_names_every_part_and_what_is_left() -> None:
     assert "other models" not in text
 
 
+def test_tokens_that_fit_with_recomputation_alone_are_described_so() -> None:
+    plan = plan_on_a100(SIXTEEN, "model.config.num_hidden_layers=2")
+    memory = plan.train_memory
+    assert memory is not None
+    assert memory.row_limit is not None
+    assert not memory.recompute
+    assert memory.row_limit < memory.most_tokens
+    would_fit = f"{memory.most_tokens} tokens would fit"
+    assert memory.describe()[1].endswith(f"and {would_fit} with recomputation")
+    assert any(line.endswith(f": {memory.most_tokens} would fit with recomputation") for line in plan.sizes)
+    kept = find_memory(SIXTEEN, "model.config.num_hidden_layers=2", "train.recompute=false")
+    assert kept.describe()[1].endswith(f"and {kept.most_tokens} tokens would fit")
+
+
 def test_layers_are_recomputed_only_where_it_is_needed_or_asked_for() -> None:
     settings = (*BF16_SHARDS, SIXTEEN, "train.tokens_per_micro_batch=2048")
     assert not find_memory(*settings).recompute
