@@ -365,14 +365,18 @@ def _find_usable_bytes(gpu: GpuModel) -> float:
     return gpu.memory_gib * USABLE_SHARE * GIB
 
 
+def find_longest_row(recipe: Recipe) -> int:
+    """Find the most tokens of a trajectory that the recipe lets into training; 0 where it sets no limit."""
+    longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
+    return longest if recipe.train.max_row_tokens == "auto" else min(longest, recipe.train.max_row_tokens)
+
+
 def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:
     """Return the tokens of the largest micro-batch; where the recipe leaves it open, what fits into this memory.
 
     More tokens than the default do not make up for layers that are computed again.
     """
-    longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
-    if recipe.train.max_row_tokens != "auto":
-        longest = min(longest, recipe.train.max_row_tokens)
+    longest = find_longest_row(recipe)
     wanted = max(recipe.train.micro_batch_tokens, longest)
     has_stages = recipe.train.degrees.pipeline > 1  # which work at once only on several micro-batches
     if recipe.train.tokens_per_micro_batch != "auto" or not recipe.model.config or has_stages:

@@ -18,6 +18,7 @@ from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.plan.trainer_checks import find_share_conflict
 from hpcrl.plan.trainer_memory import (
     MAX_TENSOR_RANKS,
+    find_longest_row,
     list_context_sizes,
     list_recipe_divisions,
     may_fit,
@@ -47,7 +48,10 @@ def explain_choice(recipe: Recipe, chosen: TrainConfig) -> list[str]:
     shown = [f"train.{name} = {num}" for name, num in chosen.degrees.settings.items() if num != asked[name]]
     if not shown:
         return found
-    what = "the longest trajectory" if train.trainer == "torch" else "the trainer"
+    what = "the trainer"
+    if train.trainer == "torch":
+        least = 1 if train.tokens_per_micro_batch == "auto" else train.tokens_per_micro_batch
+        what = "the longest trajectory" if find_longest_row(recipe) >= least else "a micro-batch"
     reason = f"{what} does not fit on fewer ranks"
     if find_share_conflict(replace(recipe, train=chosen.with_degrees(train.degrees))) is not None:
         reason += ", or a step has too few trajectories for more shares"

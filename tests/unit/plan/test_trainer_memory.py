@@ -136,6 +136,10 @@ def test_trajectories_of_128k_tokens_fit_where_ranks_divide_their_positions() ->
     plan = plan_on_a100(*settings)
     assert plan.train_degrees.context == 2
     assert "train.context_parallel = 2: the longest trajectory does not fit on fewer ranks" in plan.sizes
+    tokens = "train.tokens_per_micro_batch"
+    for num_tokens, what in ((200000, "a micro-batch"), (65536, "the longest trajectory")):
+        (line,) = (line for line in plan_on_a100(*settings, f"{tokens}={num_tokens}").sizes if "context" in line)
+        assert line.endswith(f": {what} does not fit on fewer ranks")
     shorter = plan_on_a100(*BF16_SHARDS, SIXTEEN, LONG, "engine.max_model_len=70000")
     assert shorter.train_degrees.context == 1
     with pytest.raises(PlanError, match="a train worker needs"):  # 15 ranks make up groups of 2, 4 or 8 in no way
