@@ -226,7 +226,7 @@ def test_a_trainer_with_too_little_memory_on_all_nodes_of_a_site_is_refused(
 
 
 def test_a_recipe_for_which_nothing_fits_is_refused_with_what_a_smaller_trainer_lacks() -> None:
-    recipe, place = make_recipe(name="qwen3-32b"), make_site("workstation")
+    recipe, place = make_recipe("train.context_parallel=1", name="qwen3-32b"), make_site("workstation")
     reason = "with -s resources.train.num_workers=4, a train worker needs 145 GiB .* has 22 GiB"
     with pytest.raises(PlanError, match=rf"^as it stands\. Nothing else that was tried fits: {reason}"):
         suggest_fitting(recipe, place, refusal="as it stands")
