@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcrl.config.engine_speed import count_copy_bytes
+from hpcrl.config.engine_speed import count_copy_bytes, find_value_bytes
 from hpcrl.config.pipeline import list_fixed_nodes
 from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
-from hpcrl.config.recipe import EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
+from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.architecture import find_context_conflict
 from hpcrl.hardware.megatron_memory import MegatronSetup
@@ -218,6 +218,8 @@ class MemoryNeed:
     gib: float
     what: str
     """The models, for a message."""
+    is_on_one_gpu: bool = False
+    """True if a worker uses one GPU, however many it has."""
     advice: str = ""
     """The advice where its GPUs have less memory, in place of more GPUs."""
 
@@ -233,9 +235,21 @@ def list_memory_needs(recipe: Recipe) -> list[MemoryNeed]:
         if (num_params := model.num_weights) is not None:
             weight_bytes = engine.data_parallel * count_copy_bytes(engine, num_params, model.architecture)
             gib = memory_model.compute_engine_gib(weight_bytes)
-            copies = f" in {engine.data_parallel} copies" * (engine.data_parallel > 1)
-            found.append(MemoryNeed(role=role, gib=gib, what=f"{show_weights(num_params)} weights{copies}"))
+            found.append(_describe_need(role, engine, gib=gib, num_params=num_params))
     return found
+
+
+def _describe_need(role: RoleName, engine: EngineConfig, *, gib: float, num_params: int) -> MemoryNeed:
+    """Describe the need of a worker for the weights of its engine."""
+    what = f"{show_weights(num_params)} weights" + f" in {engine.data_parallel} copies" * (engine.data_parallel > 1)
+    if find_value_bytes(engine) == memory_model.BYTES_FP32:
+        what += " in float32"
+    if engine.backend != "embedded":
+        return MemoryNeed(role=role, gib=gib, what=what)
+    judge = role.removeprefix(JUDGE_ROLE_PREFIX)
+    setting = "engine.backend" if judge == role else f"judge.{judge}.engine.backend"
+    advice = f'set {setting} = "vllm", or choose GPUs with more memory: an embedded engine is on one GPU'
+    return MemoryNeed(role=role, gib=gib, what=what, is_on_one_gpu=True, advice=advice)
 
 
 class FixedModel(NamedTuple):

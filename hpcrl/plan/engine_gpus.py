@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from hpcrl.config.engine_speed import count_copy_bytes
+from hpcrl.config.engine_speed import count_copy_bytes, find_value_bytes
 from hpcrl.config.recipe import EngineConfig, Recipe, RoleName
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.hardware.architecture import KNOWN_FAMILIES, ModelArchitecture, read_max_context
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.gpus import GpuModel
-from hpcrl.hardware.memory_model import BYTES_BF16, GIB, compute_engine_gib
+from hpcrl.hardware.memory_model import GIB, compute_engine_gib
 from hpcrl.plan.demand import compute_role_demand, show_weights
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 from hpcrl.plan.partitions import rank_partitions
@@ -102,7 +102,8 @@ def _has_room(shape: ModelArchitecture, gpu: GpuModel, num: int, *, engine: Engi
     """Return whether GPUs hold their copies of a model, and each copy the KV of one conversation."""
     each_gib = gpu.memory_gib * num / engine.data_parallel
     num_ranks = num // engine.data_parallel
-    kv_bytes = BYTES_BF16 * shape.kv_values_per_token * longest * max(1.0, num_ranks / _count_kv_heads(shape))
+    kv_bytes = shape.kv_values_per_token * longest * max(1.0, num_ranks / _count_kv_heads(shape))
+    kv_bytes *= find_value_bytes(engine)
     weight_bytes = count_copy_bytes(engine, shape.num_params, shape)
     fits = weight_bytes + kv_bytes <= each_gib * GIB * USABLE_SHARE
     return fits and compute_engine_gib(weight_bytes) <= each_gib

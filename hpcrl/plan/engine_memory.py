@@ -2,6 +2,7 @@
 
 EngineMemory          what each GPU and node of a role holds
 find_engine_memory    that of all roles with engines
+find_gpu_memory       that of the GPUs of one role
 """
 
 from collections.abc import Mapping
@@ -62,7 +63,7 @@ def find_engine_memory(
     found = []
     for role in ENGINE_ROLES:
         choice = choices.get(role)
-        memory = None if choice is None else _find_gpu_memory(role, recipe, choice, site)
+        memory = None if choice is None else find_gpu_memory(role, recipe, choice, site)
         if choice is None or memory is None:
             continue
         if (needed := node_gib.get(role)) is not None:
@@ -72,7 +73,8 @@ def find_engine_memory(
     return found
 
 
-def _find_gpu_memory(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> EngineMemory | None:
+def find_gpu_memory(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> EngineMemory | None:
+    """Find what a GPU of a role holds; None without GPUs of known speed, or sizes."""
     shape, engine = recipe.model.architecture, recipe.engine
     gpu = site.find_gpu(site.partitions[choice.partition].gpu)
     if shape is None or gpu is None or not gpu.has_speed or not choice.gpus_per_worker or engine.backend == "sim":

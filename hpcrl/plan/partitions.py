@@ -14,6 +14,7 @@ from hpcrl.config.recipe import Affinity, Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
+from hpcrl.hardware.architecture import CONTEXT_FAMILIES, read_architecture
 from hpcrl.plan.demand import (
     PartitionChoice,
     RoleDemand,
@@ -22,6 +23,8 @@ from hpcrl.plan.demand import (
     estimate_trainer_node,
     list_memory_needs,
 )
+from hpcrl.plan.engine_memory import find_gpu_memory
+from hpcrl.plan.engine_nodes import ENGINE_ROLES
 from hpcrl.plan.trainer_memory import explain_trainer_refusal
 
 
@@ -192,8 +195,9 @@ def explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoi
     resources, table = recipe.role_resources(role), name_role_resources(role)
     gpu = site.find_gpu(site.partitions[choice.partition].gpu)
     num_gpus = choice.gpus_per_worker * choice.nodes_per_engine
-    limit = gpu.memory_gib * num_gpus if gpu and num_gpus else resources.mem_gib_per_worker
     for need in list_memory_needs(recipe):
+        num_used = min(num_gpus, 1) if need.is_on_one_gpu else num_gpus
+        limit = gpu.memory_gib * num_used if gpu and num_gpus else resources.mem_gib_per_worker
         if need.role == role and need.gib > limit:
             advice = f"raise {table}.mem_gib_per_worker"
             if gpu and num_gpus:
@@ -202,7 +206,32 @@ def explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoi
                 f"a {role} worker needs {need.gib:.0f} GiB for {need.what} and has {limit:.0f} GiB "
                 f"({choice.partition}): {advice}"
             )
+    if (refusal := _explain_kv_refusal(role, recipe, choice, site)) is not None:
+        return refusal
     return _explain_node_refusal(role, recipe, choice, site)
+
+
+def _explain_kv_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
+    """Return why a copy of the policy's model lacks room for the KV of one conversation; None if it has it, or may.
+
+    Layers with a window, and other forms of KV by `engine.vllm_args`, take less than is counted here.
+    """
+    engine, config = recipe.engine, recipe.model.config
+    is_counted = config and read_architecture(config).family in CONTEXT_FAMILIES and not engine.vllm_args
+    memory = find_gpu_memory(role, recipe, choice, site) if is_counted and role in ENGINE_ROLES else None
+    if memory is None or (room := memory.kv_tokens // engine.data_parallel) >= memory.longest:
+        return None
+    changes = [f"set engine.max_model_len to {room} or less"]
+    if engine.backend == "embedded":
+        changes.append('engine.backend = "vllm"')
+    elif engine.dtype == "float32":
+        changes.append('engine.dtype = "auto", which is half as large')
+    if engine.backend == "vllm":
+        changes.append(f"raise {name_role_resources(role)}.gpus_per_worker")
+    return (
+        f"a conversation may have {memory.longest} tokens, and a {role} worker ({choice.partition}, {memory.gpu}) has "
+        f"room for the KV of {room} beside {memory.weights_gib:.1f} GiB of weights on each GPU: {', or '.join(changes)}"
+    )
 
 
 def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:

@@ -106,3 +106,44 @@ def test_nodes_that_roles_share_are_shown_once_with_the_trainer() -> None:
 @pytest.mark.parametrize(("name", "site"), [("quickstart", "lab"), ("quickstart", "local"), ("sft", "lab")])
 def test_engines_without_gpus_or_sizes_have_no_figures(name: str, site: str) -> None:
     assert plan_recipe(site=site, recipe=name).engine_memory == []
+
+
+QWEN3_8B = read_architecture(MODEL_CONFIGS["Qwen/Qwen3-8B"])
+
+
+@pytest.mark.parametrize(
+    "settings", [('engine.backend="vllm"', 'engine.dtype="float32"'), ('engine.backend="embedded"',)]
+)
+def test_engines_in_float32_hold_weights_and_kv_of_four_bytes(settings: tuple[str, ...]) -> None:
+    plan = plan_recipe(*settings, "resources.decode.gpus_per_worker=1", site="jupiter", recipe="qwen3-8b-math")
+    memory = next(memory for memory in plan.engine_memory if memory.role == "decode")
+    assert memory.weights_gib == pytest.approx(4 * QWEN3_8B.num_params / GIB, abs=1e-3)
+    kv_gib = 4 * memory.kv_tokens * QWEN3_8B.kv_values_per_token / GIB
+    assert memory.weights_gib + kv_gib == pytest.approx(memory.usable_gib, rel=1e-3)
+
+
+def test_an_embedded_engine_has_its_model_on_one_gpu_of_those_of_a_worker() -> None:
+    settings = ('engine.backend="embedded"', "resources.prefill.num_workers=0", "resources.decode.gpus_per_worker=4")
+    with pytest.raises(PlanError) as caught:
+        plan_recipe(*settings, site="jupiter", recipe="qwen3-32b")
+    assert str(caught.value) == (
+        "a decode worker needs 163 GiB for 32.8 billion weights in float32 and has 96 GiB (booster): "
+        'set engine.backend = "vllm", or choose GPUs with more memory: an embedded engine is on one GPU'
+    )
+
+
+def test_an_engine_without_room_for_one_conversation_is_refused() -> None:
+    settings = (
+        "resources.decode.gpus_per_worker=1",
+        "engine.max_model_len=32768",
+        "model.config.num_hidden_layers=34",
+        "site.partitions.gpu-hbm80g.gpu=a100-40",
+    )
+    plan_recipe(*settings, site="perlmutter", recipe="qwen3-8b-math")
+    with pytest.raises(PlanError) as caught:
+        plan_recipe(*settings, 'engine.dtype="float32"', site="perlmutter", recipe="qwen3-8b-math")
+    assert str(caught.value) == (
+        "a conversation may have 32768 tokens, and a decode worker (gpu, a100-40) has room for the KV of 26695 beside "
+        '29.1 GiB of weights on each GPU: set engine.max_model_len to 26695 or less, or engine.dtype = "auto", which '
+        "is half as large, or raise resources.decode.gpus_per_worker"
+    )

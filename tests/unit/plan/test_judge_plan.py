@@ -64,7 +64,7 @@ def test_a_judge_that_no_domain_uses_is_a_warning():
     [
         ('domains.lake.judges=["grade"]', "domains.lake.judges names 'grade': did you mean 'grader'?"),
         ("judge.grader.resources.gpus_per_worker=64", "cannot hold judge.grader.resources"),
-        ("judge.grader.num_params=700000000000", "raise judge.grader.resources.gpus_per_worker"),
+        ("judge.grader.num_params=700000000000", 'set judge.grader.engine.backend = "vllm"'),
         ("judge.grader.engine.pipeline_parallel=2", "judge.grader.engine.pipeline_parallel = 2 with"),
         ('judge.grader.engine.sim.gpu="h100"', "judge.grader.engine.sim is set"),
         ('judge.grader.resources.affinity="cpu"', "judge.grader.resources asks for 1 GPUs"),

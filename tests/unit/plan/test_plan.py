@@ -587,7 +587,7 @@ def test_more_steps_than_the_node_of_the_driver_bears_are_warned_of() -> None:
 def test_a_node_that_the_weights_alone_fill_is_not_helped_by_less_memory_for_its_workers(
     tmp_path: Path,
 ) -> None:
-    sized = "model.num_params=8000000000", "resources.decode.mem_gib_per_worker=30", "job.walltime_min=20"
+    sized = "model.num_params=8000000000", "resources.decode.mem_gib_per_worker=60", "job.walltime_min=20"
     message = refuse_plan(*sized, "resources.train.mem_gib_per_worker=300", site="local")
     assert "a decode node needs" in message
     assert message.endswith("choose a partition whose nodes have more memory")

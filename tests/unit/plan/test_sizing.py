@@ -9,6 +9,7 @@ from hpcrl.plan.plan import Plan
 from tests.support.plans import make_recipe, plan_recipe
 
 SETTINGS = (
+    "engine.backend=vllm",
     "rollout.mode=sync",
     "model.num_params=8000000000",
     "resources.train.num_workers=4",
@@ -164,7 +165,13 @@ def test_engines_that_are_slower_than_one_event_loop_are_not_warned_of() -> None
     assert not find_loop_warnings("resources.decode.num_workers=1", "domains.lake.usual_reply_tokens=2000")
 
 
-QWEN3_8B = ("model.num_params=8_200_000_000", "train.kl=k1", "train.kl_in=reward", "train.kl_coef=1.0")
+QWEN3_8B = (
+    "engine.backend=vllm",
+    "model.num_params=8_200_000_000",
+    "train.kl=k1",
+    "train.kl_in=reward",
+    "train.kl_coef=1.0",
+)
 TEACHER_32B = (*QWEN3_8B, "teacher.path=/models/Qwen3-32B", "teacher.num_params=32_800_000_000")
 FOUR_RANKS = ("resources.train.num_workers=4", "train.trainer=megatron")
 

@@ -41,8 +41,11 @@ LONG = "model.config.max_position_embeddings=262144"
 DEFAULT_TOKENS = "train.tokens_per_micro_batch=16384"
 
 
+VLLM = ("engine.backend=vllm", "model.tiny.num_heads=4")
+
+
 def plan_on_a100(*settings: str) -> Plan:
-    return plan_recipe(*QWEN3_8B, *settings, site="perlmutter")
+    return plan_recipe(*VLLM, *QWEN3_8B, *settings, site="perlmutter")
 
 
 def find_memory(*settings: str) -> TrainerMemory:
@@ -73,7 +76,7 @@ def test_a_mixture_of_experts_of_30b_on_sixteen_nodes_has_room_for_16k_tokens() 
     engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
     steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
     settings = (*BF16_SHARDS, DEFAULT_TOKENS, *engines, *steps)
-    memory = plan_recipe(*QWEN3_30B, *settings, site="perlmutter").train_memory
+    memory = plan_recipe(*VLLM, *QWEN3_30B, *settings, site="perlmutter").train_memory
     assert memory is not None
     assert memory.gpu_gib == pytest.approx(19.2, abs=0.3), "as `python -m bench.memory` measures it"
 
@@ -369,7 +372,7 @@ LLAMA_70B = (
 
 def test_megatron_ranks_of_a_model_of_70b_are_planned_with_what_each_holds() -> None:
     parallel = ("train.tensor_parallel=4", "train.pipeline_parallel=8", "resources.train.num_workers=128")
-    plan = plan_recipe(*LLAMA_70B, *parallel, site="perlmutter")
+    plan = plan_recipe(*VLLM, *LLAMA_70B, *parallel, site="perlmutter")
     memory = plan.train_memory
     assert memory is not None
     assert memory.recompute, "eight micro-batches of 16k tokens with all activations would not fit"
@@ -425,7 +428,7 @@ def test_experts_are_divided_by_their_own_parallelism() -> None:
     steps = ("train.groups_per_step=16", "engine.max_model_len=16384", "resources.train.num_workers=64")
     engines = ("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4", "train.precision=bf16")
     parallel = ("train.trainer=megatron", "train.tensor_parallel=4", "train.expert_parallel=16")
-    memory = plan_recipe(*QWEN3_30B, *engines, *steps, *parallel, site="perlmutter").train_memory
+    memory = plan_recipe(*VLLM, *QWEN3_30B, *engines, *steps, *parallel, site="perlmutter").train_memory
     assert memory is not None
     experts = 48 * 128 * 3 * 2048 * 768
     assert memory.weights_gib == pytest.approx(4 * ((30.5e9 - experts) / 4 + experts / 16) / 2**30, rel=0.03)

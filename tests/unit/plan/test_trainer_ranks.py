@@ -20,8 +20,11 @@ SOME_8B = (
 )
 
 
+VLLM = ("engine.backend=vllm", "model.tiny.num_heads=4")
+
+
 def plan_ranks(num_ranks: int, *settings: str) -> Plan:
-    return plan_recipe(*settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
+    return plan_recipe(*VLLM, *settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
 
 
 def list_fixed(degrees: ParallelDegrees) -> list[str]:
