@@ -73,6 +73,8 @@ DEFAULT_MICRO_BATCH_TOKENS = 16384
 MIN_PARAMS = 10**6
 MIN_TINY_CONTEXT = 32
 """A conversation of one short message has about this many characters, which are a tiny model's tokens."""
+TINY_VOCABULARY_SIZE = 100
+"""The tokens of a tiny model (hpcrl/models/tiny_vocabulary.py)."""
 NumParams = Annotated[int, Meta(ge=MIN_PARAMS, le=10**13)]
 
 
@@ -97,6 +99,21 @@ class TinyModel(ConfigTable, frozen=True, kw_only=True):
                 f"hidden_size = {self.hidden_size}, num_heads = {self.num_heads} and num_kv_heads = "
                 f"{self.num_kv_heads} do not fit: hidden_size / num_heads must be even, num_heads / num_kv_heads whole"
             )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of its config.json that have its sizes."""
+        return {
+            "model_type": "qwen2",
+            "vocab_size": TINY_VOCABULARY_SIZE,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 2 * self.hidden_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "max_position_embeddings": self.context_length,
+            "tie_word_embeddings": False,
+        }
 
 
 class ModelConfig(ConfigTable, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from hpcrl.config.recipe import TinyModel
 from hpcrl.errors import ConfigError
-from hpcrl.models.tiny_vocabulary import CHARACTERS, CHAT_TEMPLATE, MARKS, make_tiny_tokenizer
+from hpcrl.models.tiny_vocabulary import CHAT_TEMPLATE, MARKS, make_tiny_tokenizer
 from hpcrl.system.files import staged_path, sync_file
 
 
@@ -33,14 +33,7 @@ def make_tiny_model(directory: Path, spec: TinyModel, *, seed: int) -> None:
 
 def _make_config(spec: TinyModel) -> Qwen2Config:
     return Qwen2Config(
-        vocab_size=len(MARKS) + len(CHARACTERS),
-        hidden_size=spec.hidden_size,
-        intermediate_size=2 * spec.hidden_size,
-        num_hidden_layers=spec.num_layers,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=spec.num_kv_heads,
-        max_position_embeddings=spec.context_length,
-        tie_word_embeddings=False,
+        **{name: value for name, value in spec.config.items() if name != "model_type"},
         pad_token_id=MARKS.index("<pad>"),
         bos_token_id=None,
         eos_token_id=MARKS.index("<eos>"),

@@ -188,7 +188,8 @@ def _check_groups(recipe: Recipe) -> None:
 
 def _check_division(recipe: Recipe) -> None:
     """Check that the ranks can divide the model and the positions of its rows, where its sizes are known."""
-    train, config, degrees = recipe.train, recipe.model.config, recipe.train.degrees
+    train, model, degrees = recipe.train, recipe.model, recipe.train.degrees
+    config = model.config or (model.tiny.config if model.tiny is not None else {})
     if not config:
         return
     conflict = None

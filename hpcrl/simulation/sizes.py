@@ -176,6 +176,4 @@ def _find_shape(recipe: Recipe) -> ModelShape:
     tiny = recipe.model.tiny
     if tiny is None:
         raise ConfigError("the sizes of the model are not known: set model.num_params, or model.config")
-    hidden, heads = tiny.hidden_size, tiny.num_heads
-    config = dict(hidden_size=hidden, num_hidden_layers=tiny.num_layers, num_attention_heads=heads, vocab_size=128)
-    return read_model_shape(config | dict(num_key_value_heads=tiny.num_kv_heads, intermediate_size=4 * hidden))
+    return read_model_shape(tiny.config)

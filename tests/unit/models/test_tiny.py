@@ -10,10 +10,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers import decoders as token_decoders
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from hpcrl.config.recipe import TinyModel
+from hpcrl.config.recipe import TINY_VOCABULARY_SIZE, TinyModel
 from hpcrl.errors import ConfigError
 from hpcrl.models.chat_layout import load_chat_layout
-from hpcrl.models.tiny import CHARACTERS, make_tiny_model
+from hpcrl.models.tiny import make_tiny_model
+from hpcrl.models.tiny_vocabulary import CHARACTERS, make_tiny_vocabulary
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe brief.<|im_end|>\n{% endif %}"
@@ -171,3 +172,11 @@ def test_a_missing_or_garbled_tokenizer_is_refused_by_its_path(tmp_path: Path, n
     path.unlink()
     with pytest.raises(ConfigError, match=name):
         load_chat_layout(tmp_path)
+
+
+def test_the_sizes_of_a_tiny_model_are_those_of_its_recipe(tmp_path: Path) -> None:
+    spec = TinyModel(num_layers=3)
+    make_tiny_model(tmp_path / "model", spec, seed=1)
+    made = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert {name: made[name] for name in spec.config} == spec.config
+    assert len(make_tiny_vocabulary()) == TINY_VOCABULARY_SIZE

@@ -371,3 +371,16 @@ def test_a_limit_that_is_not_a_date_is_refused() -> None:
     assert "limits.until = 'soon' is not a date: give one such as 2026-12-24" in refuse_plan('limits.until="soon"')
     for spelled in ('"2026-12-24T18:00"', "2026-12-24", "2026-12-24T18:00:00", "2026-12-24T18:00:00Z"):
         check_recipe(make_recipe(f"limits.until={spelled}"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (("train.tensor_parallel=2",), "train.tensor_parallel = 2 does not divide the model's 1 query groups"),
+        (("train.pipeline_parallel=4",), "train.pipeline_parallel = 4 does not divide the model's 2 layers"),
+        (("train.pipeline_parallel=2", "train.pipeline_chunks=2"), "train.pipeline_chunks = 2 does not divide"),
+        (("train.trainer=torch", "train.context_parallel=4"), "train.context_parallel = 4 does not divide the 2 att"),
+    ],
+)
+def test_degrees_that_do_not_divide_a_tiny_model_are_refused(settings: tuple[str, ...], problem: str) -> None:
+    assert problem in refuse_plan("train.trainer=megatron", "resources.train.num_workers=4", *settings)

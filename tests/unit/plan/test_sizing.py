@@ -167,7 +167,7 @@ def test_engines_that_are_slower_than_one_event_loop_are_not_warned_of() -> None
 
 QWEN3_8B = (
     "engine.backend=vllm",
-    "model.num_params=8_200_000_000",
+    *("model.num_params=8_200_000_000", "model.tiny.num_heads=4", "model.tiny.num_kv_heads=4"),
     "train.kl=k1",
     "train.kl_in=reward",
     "train.kl_coef=1.0",
