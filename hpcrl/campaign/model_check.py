@@ -24,7 +24,7 @@ from hpcrl.config.recipe import DomainConfig, EngineConfig, JudgeConfig, ModelCo
 from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
-from hpcrl.hardware.architecture import read_rope_factor
+from hpcrl.hardware.architecture import QUANTISED_ADVICE, read_rope_factor
 from hpcrl.models.weight_headers import check_weight_files
 from hpcrl.plan.checks import check_lengths
 from hpcrl.system.files import is_directory, is_file, read_json
@@ -246,8 +246,6 @@ def _may_be_program(domain: DomainConfig) -> bool:
 
 def _check_loading(setting: str, path: Path) -> None:
     """Check that transformers loads the model as a causal language model, from weights that can be trained."""
-    from hpcrl.models.model_config import QUANTISED_ADVICE
-
     check_weight_files(setting, path)
     config = read_json(path / "config.json")
     if config.get("quantization_config"):

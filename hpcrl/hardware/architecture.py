@@ -32,6 +32,8 @@ REPLAY_FAMILIES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3",
 """The families in whose routers another choice of experts is known to be replayed right."""
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 """The families that trainer "megatron" supports."""
+QUANTISED_ADVICE = "train on the model's bf16 or fp32 weights, and quantise in the engines"
+"""The end of a refusal of a model whose stored weights are quantised."""
 _LENGTH_ROPES = ("dynamic", "longrope")
 """Rotations whose angles depend on how long the row is."""
 _TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
@@ -62,13 +64,19 @@ _FIELDS = (
     *("use_qk_norm", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", *_EXPERT_COUNTS),
-    *("dtype", "torch_dtype", "rope_parameters", "rope_scaling"),
+    *("dtype", "torch_dtype", "rope_parameters", "rope_scaling", "quantization_config"),
 )
 """The fields that a plan needs."""
 _COUNTS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    "intermediate_size",
 )
 """Fields that are 1 at least."""
+_COUNTS_OR_ZERO = (
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
+    *("first_k_dense_replace", "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", *_EXPERT_COUNTS),
+)
+"""Fields that are 0 where a model has nothing of the kind."""
 _GUESSED_VOCABULARY = 150_000
 _STRETCHED_ROPES = ("yarn", "linear", "dynamic")
 
@@ -288,17 +296,25 @@ def count_kv_repeats(num_heads: int, num_kv_heads: int, *, size: int) -> int:
 def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     """Read the sizes from the fields of a config.json.
 
-    KeyError if one that cannot be left out is absent, ValueError if one is not a count.
+    KeyError if one that cannot be left out is absent, ValueError if one is not what it should be.
     """
     given = select_fields(config)
-    family = str(given.get("model_type", ""))
+    family = given.get("model_type", "")
+    if not isinstance(family, str):
+        raise ValueError(f"model_type = {family!r} is not the name of a family")
     family = _TEXT_PARTS.get(family, family)
     fields = _FAMILY_DEFAULTS.get(family, {}) | given
     for name in _COUNTS:
         if name in fields and (type(fields[name]) is not int or fields[name] < 1):
             raise ValueError(f"{name} = {fields[name]!r} is not a whole number above 0")
+    for name in _COUNTS_OR_ZERO:
+        if name in fields and (type(fields[name]) is not int or fields[name] < 0):
+            raise ValueError(f"{name} = {fields[name]!r} is not a count")
     hidden, layers, heads = fields["hidden_size"], fields["num_hidden_layers"], fields["num_attention_heads"]
     experts = next((fields[key] for key in _EXPERT_COUNTS if fields.get(key)), 0)
+    chosen = fields.get("num_experts_per_tok", 0) if experts else 0
+    if chosen > experts:
+        raise ValueError(f"num_experts_per_tok = {chosen} is more than the {experts} experts of a layer")
     kv_rank = fields.get("kv_lora_rank", 0)
     head_dim = fields.get("head_dim") or hidden // heads
     value_dim = head_dim
@@ -325,7 +341,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         dense_inner=fields["intermediate_size"],
         num_dense_layers=len(list_dense_layers(fields)) if experts else layers,
         num_experts=experts,
-        experts_per_token=fields.get("num_experts_per_tok", 0) if experts else 0,
+        experts_per_token=chosen,
         expert_inner=expert_inner if experts else 0,
         shared_inner=shared_inner if experts else 0,
         has_shared_gate=family == "qwen2_moe",

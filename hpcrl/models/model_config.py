@@ -4,7 +4,6 @@ ModelDescription, read_model_config  context length, vocabulary, and the fields 
 ModelLimits, read_model_limits       the largest input of an engine of the model
 read_vocabulary                      the tokens of its tokenizer
 read_context_length                  the longest conversation in tokens
-QUANTISED_ADVICE                     the end of a refusal
 """
 
 from pathlib import Path
@@ -14,9 +13,6 @@ import msgspec
 
 from hpcrl.errors import ConfigError, EngineError
 from hpcrl.system.files import read_json
-
-QUANTISED_ADVICE = "train on the model's bf16 or fp32 weights, and quantise in the engines"
-"""The end of a refusal of a model whose stored weights are quantised."""
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):

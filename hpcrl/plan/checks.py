@@ -39,11 +39,14 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.errors import PlanError
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.architecture import (
+    MEGATRON_FAMILIES,
+    QUANTISED_ADVICE,
     ModelArchitecture,
     find_context_conflict,
     find_parallel_conflict,
     read_architecture,
     read_max_context,
+    select_fields,
 )
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.plan.engine_gpus import divides_experts, divides_heads
@@ -96,7 +99,10 @@ def _check_model(recipe: Recipe) -> None:
     shape, context_length = recipe.model.architecture, read_max_context(recipe.model.config)
     if context_length is not None:
         check_lengths(recipe, context_length)
-    if shape is None or not recipe.model.config or shape.kv_rank:
+    if shape is None or not recipe.model.config:
+        return
+    _check_training(recipe, shape)
+    if shape.kv_rank:
         return
     sizes = f"num_attention_heads = {shape.num_heads}"
     if shape.num_heads % shape.num_kv_heads:
@@ -108,6 +114,20 @@ def _check_model(recipe: Recipe) -> None:
         raise PlanError(
             f"the config.json of the model has {sizes}, which do not divide hidden_size = {shape.hidden_size}, and no "
             "head_dim: choose another model, or correct model.config"
+        )
+
+
+def _check_training(recipe: Recipe, shape: ModelArchitecture) -> None:
+    """Check that the stored weights of the model can be trained, by the trainer of the recipe."""
+    if quantised := select_fields(recipe.model.config).get("quantization_config"):
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, Mapping) else quantised
+        raise PlanError(
+            f"the model has quantised weights (quantization_config in its config.json: {method}): {QUANTISED_ADVICE}"
+        )
+    if recipe.train.trainer == "megatron" and shape.family and shape.family not in MEGATRON_FAMILIES:
+        raise PlanError(
+            f'train.trainer = "megatron" supports {", ".join(MEGATRON_FAMILIES)} models, and this one is '
+            f'{shape.family!r} (model_type in its config.json): set train.trainer = "torch"'
         )
 
 

@@ -23,6 +23,7 @@ from hpcrl.config.recipe import DEFAULT_MICRO_BATCH_TOKENS, JUDGE_ROLE_PREFIX, R
 from hpcrl.config.site import OUR_CONNECTOR, Site, SitePartition
 from hpcrl.errors import PlanError
 from hpcrl.hardware import cost_model, memory_model
+from hpcrl.hardware.architecture import KNOWN_FAMILIES, read_architecture
 from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.plan.checks import check_engine_gpus, check_recipe
 from hpcrl.plan.components import (
@@ -242,6 +243,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *_warn_no_bf16(choices, recipe, site),
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
+            *_warn_estimated_sizes(recipe),
             *_check_encryption(recipe, site, choices, placement.layout),
             *warn_late_retirement(forecast, recipe),
             *check_job_time(recipe, forecast, num_nodes=components[component_indices["train"]].nodes),
@@ -588,6 +590,17 @@ def _warn_no_scheduler(recipe: Recipe, layout: JobLayout) -> list[str]:
     if layout != "local" or wanted == 1:
         return []
     return [f"job.num_jobs = {wanted}: without a scheduler, only `hpcrl resume` starts the next one"]
+
+
+def _warn_estimated_sizes(recipe: Recipe) -> list[str]:
+    """Warn of a model of a family whose weights are not known to be counted exactly."""
+    family = read_architecture(recipe.model.config).family if recipe.model.config else ""
+    if not family or family in KNOWN_FAMILIES:
+        return []
+    return [
+        f"the model is of type {family!r} (model_type in its config.json), whose sizes are estimates: compare its "
+        "number of weights, and try a short job first"
+    ]
 
 
 def _warn_idle_gpus(components: list[JobComponent], roles: list[RolePlan]) -> list[str]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from hpcrl.errors import TrainError
-from hpcrl.models.model_config import QUANTISED_ADVICE
+from hpcrl.hardware.architecture import QUANTISED_ADVICE
 from hpcrl.models.weight_files import (
     is_kept_precise,
     make_empty,

@@ -431,6 +431,12 @@ def test_a_model_path_replaces_what_describes_the_model_of_the_parent(recipe: Pa
         ({"hidden_size": 64, "num_hidden_layers": 2}, "config lacks num_attention_heads: copy the fields"),
         (SMALL_CONFIG | {"num_attention_heads": 0}, "config cannot be used"),
         (SMALL_CONFIG | {"hidden_size": "large"}, "config cannot be used"),
+        (SMALL_CONFIG | {"model_type": 3}, "config cannot be used (model_type = 3 is not the name of a family)"),
+        (SMALL_CONFIG | {"num_experts": "many"}, "config cannot be used (num_experts = 'many' is not a count)"),
+        (
+            SMALL_CONFIG | {"num_experts": 4, "num_experts_per_tok": 5},
+            "config cannot be used (num_experts_per_tok = 5 is more than the 4 experts of a layer)",
+        ),
     ],
 )
 @pytest.mark.parametrize("table", ["model", "judge.grader"])

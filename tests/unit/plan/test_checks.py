@@ -318,6 +318,8 @@ YARN = ("model.config.rope_scaling.rope_type=yarn", "model.config.rope_scaling.f
         ((*SIX_RANKS, "train.context_parallel=2", *DYNAMIC), 'of type "dynamic"'),
         ((*VLLM, "resources.decode.gpus_per_worker=3"), "8 attention heads and 4 KV heads, which cannot be divided"),
         (("train.trainer=megatron", "train.tensor_parallel=3"), "3 does not divide the model's 4 query groups"),
+        (("model.config.quantization_config.quant_method=fp8",), "quantised weights (quantization_config in its c"),
+        ((*MEGATRON, "model.config.model_type=gemma2"), "and this one is 'gemma2'"),
         ((*MEGATRON, "train.tensor_parallel=3"), "tensor_parallel = 3 does not divide the model's 4 query groups"),
         ((*MEGATRON, "train.pipeline_parallel=3"), "pipeline_parallel = 3 are more stages than the model's 2 layers"),
         (
@@ -384,3 +386,12 @@ def test_a_limit_that_is_not_a_date_is_refused() -> None:
 )
 def test_degrees_that_do_not_divide_a_tiny_model_are_refused(settings: tuple[str, ...], problem: str) -> None:
     assert problem in refuse_plan("train.trainer=megatron", "resources.train.num_workers=4", *settings)
+
+
+def test_sizes_of_a_model_of_another_family_are_called_estimates() -> None:
+    def warn(family: str) -> list[str]:
+        plan = plan_recipe(f"model.config.model_type={family}", recipe="qwen3-8b-math", site="perlmutter")
+        return [line for line in plan.warnings if "whose sizes are estimates" in line]
+
+    assert warn("t5")[0].startswith("the model is of type 't5' (model_type in its config.json)")
+    assert not warn("qwen3")
