@@ -25,7 +25,7 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.hardware.architecture import QUANTISED_ADVICE, read_rope_factor
-from hpcrl.models.weight_headers import check_weight_files
+from hpcrl.models.weight_headers import check_weight_files, check_weight_names
 from hpcrl.plan.checks import check_lengths
 from hpcrl.system.files import is_directory, is_file, read_json
 
@@ -254,6 +254,7 @@ def _check_loading(setting: str, path: Path) -> None:
             f"{setting} = {str(path)!r} has quantised weights (quantization_config in its config.json: {method}): "
             f"{QUANTISED_ADVICE}"
         )
+    check_weight_names(setting, path, config)
     kind, known = config.get("model_type"), _list_causal_kinds()
     if known and kind not in known:
         raise ConfigError(

@@ -1,10 +1,17 @@
-"""The safetensors files of a model directory, checked without torch: they are all there, and whole."""
+"""The safetensors files of a model directory, checked without torch.
 
+check_weight_files    they are all there, and whole
+check_weight_names    their names and shapes are those of the model in config.json
+"""
+
+import re
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import ConfigError
+from hpcrl.hardware.architecture import KNOWN_FAMILIES, read_architecture
 from hpcrl.system.json_records import decode_record
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -13,6 +20,9 @@ _LENGTH = struct.Struct("<Q")
 """The bytes of the header, at the start of a file."""
 _MAX_HEADER_BYTES = 100 << 20
 """safetensors' own limit."""
+_TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_BYTES = 1 << 20
+"""The start of the table of words and of the output layer: heads that were trained apart differ there already."""
 
 
 def check_weight_files(setting: str, directory: Path) -> None:
@@ -29,6 +39,69 @@ def check_weight_files(setting: str, directory: Path) -> None:
             raise ConfigError(f"{setting} = {str(directory)!r}: {path.name} {problem}: download it again")
 
 
+def check_weight_names(setting: str, directory: Path, fields: Mapping[str, Any]) -> None:
+    """Raise ConfigError for files with other layers, words, experts or output layer than config.json names.
+
+    Only models of families whose tensors are known are checked, in files with transformers' names.
+    """
+    try:
+        shape = read_architecture(fields)
+    except KeyError:
+        return
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{setting} = {str(directory)!r}: its config.json cannot be used: {error}") from error
+    tensors = {name: path for path in _list_files(setting, directory) for name in _read_header(path)}
+    if shape.family not in KNOWN_FAMILIES or _TABLE not in tensors:
+        return
+    num_extra = fields.get("num_nextn_predict_layers") or 0  # layers that predict further tokens are not loaded
+    num_layers, num_experts = _count(r"model\.layers\.(\d+)\.", tensors), _count(r".*\.experts\.(\d+)\.", tensors)
+    num_words = _read_header(tensors[_TABLE])[_TABLE]["shape"][0]
+    problem = None
+    if not shape.num_layers <= num_layers <= shape.num_layers + num_extra:
+        problem = f"num_hidden_layers = {shape.num_layers}, and its files have {num_layers} layers"
+    elif num_words != shape.vocabulary_size:
+        problem = f"vocab_size = {shape.vocabulary_size}, and its files have {num_words} words"
+    elif num_experts not in (0, shape.num_experts):
+        problem = f"{shape.num_experts} experts in a layer, and its files have {num_experts}"
+    elif not shape.is_tied and _HEAD not in tensors:
+        problem = f"tie_word_embeddings = false, and its files have no {_HEAD}"
+    elif shape.is_tied and _HEAD in tensors and _differ(tensors):
+        problem = f"tie_word_embeddings = true, and its files have a {_HEAD} that differs from {_TABLE}"
+    if problem is not None:
+        raise ConfigError(
+            f"{setting} = {str(directory)!r} has a config.json with {problem}: correct config.json, or download both "
+            "again"
+        )
+
+
+def _count(pattern: str, names: Mapping[str, Path]) -> int:
+    """Return the number of different indices in names, which start from zero."""
+    return len({found[1] for name in names if (found := re.match(pattern, name))})
+
+
+def _differ(tensors: Mapping[str, Path]) -> bool:
+    """Return whether table of words and output layer are known to differ, by how they start."""
+    table, head = (_read_header(tensors[name])[name] for name in (_TABLE, _HEAD))
+    if (table["dtype"], table["shape"]) != (head["dtype"], head["shape"]):
+        return bool(table["shape"] != head["shape"])
+    return _read_start(tensors[_TABLE], table) != _read_start(tensors[_HEAD], head)
+
+
+def _read_start(path: Path, listed: Mapping[str, Any]) -> bytes:
+    start, end = listed["data_offsets"]
+    with path.open("rb") as file:
+        length = _LENGTH.unpack(file.read(_LENGTH.size))[0]
+        file.seek(_LENGTH.size + length + start)
+        return file.read(min(end - start, _COMPARED_BYTES))
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Return the tensors in the header of a file that is whole."""
+    with path.open("rb") as file:
+        listed = decode_record(file.read(_LENGTH.unpack(file.read(_LENGTH.size))[0]), dict[str, Any])
+    return {name: each for name, each in listed.items() if name != "__metadata__"}
+
+
 def _list_files(setting: str, directory: Path) -> list[Path]:
     index, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index.exists():
@@ -37,6 +110,12 @@ def _list_files(setting: str, directory: Path) -> list[Path]:
             raise ConfigError(
                 f"{setting} = {str(directory)!r} has its weights in {pickled[0].name} alone, which may run code as "
                 "it is read: load the model in transformers, if you trust it: `save_pretrained` writes safetensors"
+            )
+        parts = sorted(directory.glob("model-*-of-*.safetensors"))
+        if parts and not single.exists():
+            raise ConfigError(
+                f"{setting} = {str(directory)!r} has {parts[0].name}, and no {INDEX_FILE}, which names the tensors of "
+                "each such file: download it too"
             )
         return [single] if single.exists() else []
     try:

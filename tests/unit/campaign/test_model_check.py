@@ -277,3 +277,56 @@ def test_a_plan_reads_the_size_of_the_model_from_its_config_json(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(PlanError, match=r"gradients and optimizer of 8\.2 billion weights"):
         load_request("quickstart", site="lab-hetstep", settings=(f'model.path="{tmp_path}"',))
+
+
+SIZES = {
+    **{"hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"vocab_size": 10, "model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1},
+}
+EXPERTS = [f"model.layers.{layer}.mlp.experts.{index}.up_proj.weight" for layer in (0, 1) for index in (0, 1)]
+
+
+def write_weights(model: Path, *, head: bytes | None) -> None:
+    """Write the tensors that matter to the check of names, and none of the others."""
+    contents = {name: bytes(4) for name in EXPERTS} | {"model.embed_tokens.weight": bytes(160)}
+    contents |= {} if head is None else {"lm_head.weight": head}
+    header, end = {}, 0
+    for name, data in contents.items():
+        shape = [len(data) // 16, 4] if len(data) > 4 else [1]
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    text = json.dumps(header).encode()
+    (model / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(contents.values()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "head", "problem"),
+    [
+        ({"num_hidden_layers": 3}, bytes(160), "num_hidden_layers = 3, and its files have 2 layers"),
+        ({"num_hidden_layers": 1}, bytes(160), "num_hidden_layers = 1, and its files have 2 layers"),
+        ({"vocab_size": 11}, bytes(160), "vocab_size = 11, and its files have 10 words"),
+        ({"num_experts": 3}, bytes(160), "3 experts in a layer, and its files have 2"),
+        ({"num_experts_per_tok": 3}, bytes(160), "num_experts_per_tok = 3 is more than the 2 experts"),
+        ({}, None, "tie_word_embeddings = false, and its files have no lm_head.weight"),
+        ({"tie_word_embeddings": True}, bytes(159) + b"1", "has? .*a lm_head.weight that differs from"),
+    ],
+)
+def test_files_of_another_model_than_its_config_are_refused(
+    model: Path, home: Path, changes: dict[str, Any], head: bytes | None, problem: str
+) -> None:
+    change_config(model, **SIZES)
+    write_weights(model, head=bytes(160))
+    check_model(request_of(model).recipe)
+    change_config(model, **SIZES, tie_word_embeddings=True)
+    check_model(request_of(model).recipe)
+    change_config(model, tie_word_embeddings=False)
+    change_config(model, **changes)
+    write_weights(model, head=head)
+    with pytest.raises(ConfigError, match=problem):
+        check_model(request_of(model).recipe)
+
+
+def test_shards_without_their_index_are_refused(model: Path, home: Path) -> None:
+    (model / "model-00001-of-00002.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"and no {INDEX_FILE}"):
+        check_model(request_of(model).recipe)
