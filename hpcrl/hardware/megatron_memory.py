@@ -36,7 +36,7 @@ NORM_GRADIENT_PARTS = 5
 ANGLE_PARTS = 4
 """Tensors of the size of a head that a layer keeps of each position: sine and cosine, for queries and for keys."""
 EXPERT_IMBALANCE = 2.0
-"""By how much the tokens of the busiest expert exceed their mean, as a share of it: an assumption, as routers decide.
+"""The excess of the busiest expert's tokens over their mean, as a share of it: an assumption, since routers decide.
 Ranks with several experts are busy less unevenly, by the root of their number."""
 
 

@@ -234,10 +234,10 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
 def may_fit(recipe: Recipe, site: Site) -> bool:
     """Return whether a rank of the trainer fits on some GPU of the site, or that is not known."""
     shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
-    return shape is None or usable is None or _fits(recipe, shape, num_bytes=usable)
+    return shape is None or usable is None or _has_room(recipe, shape, num_bytes=usable)
 
 
-def _fits(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> bool:
+def _has_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> bool:
     if _compute_need(recipe, shape, num_bytes=num_bytes, num_tokens=0).without_tokens > num_bytes:
         return False
     num_tokens = _choose_micro_batch(recipe, shape, num_bytes=num_bytes)
@@ -564,7 +564,7 @@ def _advise_on_megatron(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
     for settings in ({}, *_list_megatron_changes(changed)):
         tried = _change_recipe(changed, {"train.sharding": "auto"} | settings)
         is_within_node = tried.train.degrees.tensor <= gpus_per_node
-        if is_within_node and find_share_conflict(tried) is None and _fits(tried, shape, num_bytes=num_bytes):
+        if is_within_node and find_share_conflict(tried) is None and _has_room(tried, shape, num_bytes=num_bytes):
             shown = {name: value for name, value in settings.items() if name not in open_degrees}
             return [_show_settings(given | shown)]
     return []

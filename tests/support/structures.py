@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from hpcrl.engines.base import ExactText, JsonValue, OutputStructure, PartChoice
-from hpcrl.models.tiny import CHARACTERS, MARKS
+from hpcrl.models.tiny_vocabulary import CHARACTERS, MARKS
 
 TEXTS = ("yes", "no, never", 'no: "ab"', 'no: "ac"', "no: true")
 SMALL = OutputStructure(

@@ -499,7 +499,7 @@ def test_a_directory_of_campaigns_that_cannot_be_made_is_named(
     ("path", "expected"),
     [
         ("Qwen/Qwen3-4B", "`hpcrl stage quickstart --site local -s model.path=Qwen/Qwen3-4B`"),
-        ("Qwen/Qwen3-8B", "needs 20 GiB for 8.2 billion weights"),
+        ("Qwen/Qwen3-8B", "needs 41 GiB for 8.2 billion weights in float32"),
         ("model/config.json", "it is a file: give its directory"),
         ("/no/such/place", "it has no config.json, and does not exist"),
     ],

@@ -127,8 +127,8 @@ def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     change_config(model, **sizes, num_key_value_heads=2)
     check_model(request_of(model, 'train.trainer="megatron"').recipe)
-    parallel = ("train.pipeline_parallel=2", "resources.train.num_workers=2")
-    with pytest.raises(HpcrlError, match=r"train\.pipeline_parallel = 2"):
+    parallel = ("train.pipeline_parallel=4", "resources.train.num_workers=4")
+    with pytest.raises(HpcrlError, match=r"train\.pipeline_parallel = 4"):
         check_model(request_of(model, 'train.trainer="megatron"', *parallel).recipe)
     experts = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     change_config(model, **experts)

@@ -77,7 +77,7 @@ def test_a_site_with_any_gpu_of_the_catalogue_is_planned(site: Path, gpu: str) -
 
 def test_the_memory_of_a_gpu_decides_what_fits_though_its_speed_is_unknown(site: Path) -> None:
     site.write_text(f"{SITE.replace('GPU', 'small')}gpus.small = {{memory_gib = 0.001}}\n")
-    with pytest.raises(PlanError, match=r"needs 20 GiB for 8\.0 billion weights and has 0 GiB"):
+    with pytest.raises(PlanError, match=r"needs 40 GiB for 8\.0 billion weights in float32 and has 0 GiB"):
         load_request("quickstart", site=str(site), settings=("model.num_params=8_000_000_000",))
 
 

@@ -379,8 +379,11 @@ def test_a_limit_that_is_not_a_date_is_refused() -> None:
     ("settings", "problem"),
     [
         (("train.tensor_parallel=2",), "train.tensor_parallel = 2 does not divide the model's 1 query groups"),
-        (("train.pipeline_parallel=4",), "train.pipeline_parallel = 4 does not divide the model's 2 layers"),
-        (("train.pipeline_parallel=2", "train.pipeline_chunks=2"), "train.pipeline_chunks = 2 does not divide"),
+        (("train.pipeline_parallel=4",), "train.pipeline_parallel = 4 are more stages than the model's 2 layers"),
+        (
+            ("train.pipeline_parallel=2", "train.pipeline_chunks=2"),
+            "train.pipeline_chunks = 2 on each of 2 stages are more parts than the model's 2",
+        ),
         (("train.trainer=torch", "train.context_parallel=4"), "train.context_parallel = 4 does not divide the 2 att"),
     ],
 )

@@ -112,9 +112,9 @@ def test_a_trainer_of_several_ranks_has_a_worker_for_each() -> None:
     ("settings", "message"),
     [
         (("train.tensor_parallel=2",), 'train.trainer = "megatron"'),
-        (("train.trainer=megatron", "train.tensor_parallel=2"), "resources.train.num_workers = 1 is not a multiple"),
+        (("train.trainer=megatron", "train.pipeline_parallel=2"), "resources.train.num_workers = 1 is not a multiple"),
         (("train.expert_parallel=2",), 'train.trainer = "megatron"'),
-        (("train.trainer=megatron", "train.expert_parallel=2"), "not a multiple of train.expert_parallel"),
+        (("train.trainer=megatron", "train.expert_parallel=2"), "and the model has no experts"),
         (("train.trainer=megatron", "train.context_parallel=2"), "not a multiple of train.context_parallel = 2"),
         (("train.trainer=megatron", "train.compile=true"), 'not supported by trainer "megatron": set it to false'),
         (("train.trainer=megatron", "train.advantage=gae"), "needs a critic"),

@@ -195,7 +195,7 @@ def test_a_teacher_that_every_rank_has_whole_is_refused_where_it_does_not_fit() 
 def test_ranks_that_share_a_teacher_have_room_for_it() -> None:
     assert plan_on_gpus(*TEACHER_32B, *FOUR_RANKS, "train.tensor_parallel=4").role("train").num_workers == 4
     with pytest.raises(PlanError, match="needs 114 GiB"):
-        plan_on_gpus(*TEACHER_32B, *FOUR_RANKS, "train.tensor_parallel=2")
+        plan_on_gpus(*TEACHER_32B, *FOUR_RANKS, "train.tensor_parallel=2", "train.pipeline_parallel=1")
 
 
 def test_expert_parallelism_divides_experts_and_tensor_parallelism_does_not() -> None:

@@ -390,7 +390,7 @@ def test_a_refusal_of_megatron_names_a_parallelism_that_fits() -> None:
 
 
 def test_more_ranks_are_advised_with_the_groups_that_the_plan_would_make_of_them() -> None:
-    settings = (*LLAMA_70B, "train.trainer=torch", "engine.max_model_len=65536")
+    settings = (*LLAMA_70B, *VLLM, "train.trainer=torch", "engine.max_model_len=65536")
     with pytest.raises(PlanError, match=r": set resources.train.num_workers = 32$"):
         plan_recipe(*settings, SIXTEEN, site="perlmutter")
     plan = plan_recipe(*settings, "resources.train.num_workers=32", site="perlmutter")

@@ -24,7 +24,8 @@ VLLM = ("engine.backend=vllm", "model.tiny.num_heads=4")
 
 
 def plan_ranks(num_ranks: int, *settings: str) -> Plan:
-    return plan_recipe(*VLLM, *settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
+    engines = () if settings[: len(SOME_8B)] == SOME_8B else VLLM
+    return plan_recipe(*engines, *settings, f"resources.train.num_workers={num_ranks}", site="perlmutter")
 
 
 def list_fixed(degrees: ParallelDegrees) -> list[str]:
@@ -122,7 +123,7 @@ def test_a_model_whose_whole_state_fits_on_a_rank_is_not_divided() -> None:
 
 def test_a_layer_is_divided_within_a_node_of_the_partition_that_the_trainer_gets() -> None:
     """Delta has nodes of eight GPUs too, which are fewer than the trainer needs."""
-    plan = plan_recipe(*LLAMA_70B, "resources.train.num_workers=64", site="delta")
+    plan = plan_recipe(*VLLM, *LLAMA_70B, "resources.train.num_workers=64", site="delta")
     assert plan.train_degrees.tensor <= plan.role("train").workers_per_node
 
 

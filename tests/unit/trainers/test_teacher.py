@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from hpcrl.campaign.model_check import check_model
 from hpcrl.config.recipe import ModelConfig, PipelineNode, TeacherConfig, TinyModel, TrainConfig
@@ -98,8 +99,14 @@ def distil(*, teacher, policy=None):
 
 
 def make_copy(model_dir, target, **fields):
-    """Copy a model's directory with other fields in its config.json."""
+    """Copy a model's directory with other fields in its config.json; files have rows for all of its words."""
     shutil.copytree(model_dir, target)
+    stored = load_file(target / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if "vocab_size" in fields and name in stored:
+            more = fields["vocab_size"] - len(stored[name])
+            stored[name] = torch.nn.functional.pad(stored[name], (0, 0, 0, more))
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_bytes())
     (target / "config.json").write_text(json.dumps(config | fields))
     return target

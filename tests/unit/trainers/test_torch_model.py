@@ -108,7 +108,8 @@ def test_two_ranks_train_and_resume_a_model_with_experts_as_one_rank_does(sharde
     inputs = torch.arange(12).view(2, 6)
     with torch.no_grad():
         trained_logits = resumed._policy.module(inputs).logits
-        assert torch.equal(model.eval()(inputs).logits, trained_logits)
+        # Compressed attention of the trainer is padded, which changes the order of sums.
+        torch.testing.assert_close(model.eval()(inputs).logits, trained_logits, rtol=0, atol=1e-6)
         assert not torch.allclose(AutoModelForCausalLM.from_pretrained(campaign.model)(inputs).logits, trained_logits)
 
 
