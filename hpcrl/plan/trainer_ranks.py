@@ -8,6 +8,8 @@ rows. Trainer "megatron" has as few ranks for a copy of the model as it fits on,
 one another.
 """
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from hpcrl.config.recipe import Recipe, TrainConfig
@@ -26,17 +28,23 @@ from hpcrl.plan.trainer_memory import (
 )
 
 
-def list_trainer_settings(recipe: Recipe, site: Site) -> list[TrainConfig]:
-    """List the settings to try; PlanError if a step has too few trajectories for all of them."""
+def list_trainer_settings(recipe: Recipe, site: Site) -> Iterator[TrainConfig]:
+    """Yield the settings to try, one by one, since the first mostly fits; PlanError if a step is too small for all."""
     listed = _list_divided(recipe, site) if recipe.train.trainer == "megatron" else _list_sharded(recipe)
     conflicts = [find_share_conflict(replace(recipe, train=train)) for train in listed]
     if (conflict := conflicts[-1]) is not None and all(conflicts):
         raise PlanError(conflict)
     found = [train for train, conflict in zip(listed, conflicts, strict=True) if conflict is None]
-    likely = [train for train in found if may_fit(replace(recipe, train=train), site)]
-    if not likely and not recipe.model.config:  # what tokens need is a guess, by which nothing is refused
-        likely = [train for train in found if may_hold_state(replace(recipe, train=train), site)]
-    return likely or [train for train in found if train.degrees == recipe.train.degrees] or found[:1]
+    checks = [may_fit] if recipe.model.config else [may_fit, may_hold_state]  # the tokens' need may be a guess
+    for check in checks:
+        has_any = False
+        for train in found:
+            if check(replace(recipe, train=train), site):
+                has_any = True
+                yield train
+        if has_any:
+            return
+    yield from [train for train in found if train.degrees == recipe.train.degrees] or found[:1]
 
 
 def explain_choice(recipe: Recipe, chosen: TrainConfig) -> list[str]:

@@ -8,6 +8,7 @@ reaches the router. A token without a choice has the trainer's.
 
     ExpertReplay       the routers of a model of transformers, with the choices of a micro-batch
     compute_weights    the weights of chosen experts, as a router of transformers computes them
+    check_replay_family   whether this is known to be right for a model
     check_choices, take_choices, choose_experts   the choices of a micro-batch, for any trainer
 
 Megatron's routers are in megatron/stage_replay.py.
@@ -43,11 +44,7 @@ class ExpertReplay:
         if not is_on:
             return
         self._routers, family = find_routers(module), module.config.model_type
-        if family not in REPLAY_FAMILIES or not self._routers:
-            raise TrainError(
-                f'train.router_replay = true is not known to be right for a model of type "{family}": only for '
-                f"{', '.join(sorted(REPLAY_FAMILIES))}; remove it"
-            )
+        check_replay_family(family, has_routers=bool(self._routers))
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(partial(self._replace, layer))
 
@@ -77,6 +74,15 @@ class ExpertReplay:
         logits_ME, weights_MK, own_MK = outputs
         chosen_MK = choose_experts(self._experts_MLK[:, layer], own_MK)
         return logits_ME, compute_weights(router, logits_ME, chosen_MK).to(weights_MK.dtype), chosen_MK
+
+
+def check_replay_family(family: str, *, has_routers: bool = True) -> None:
+    """Raise TrainError for a model in whose routers another choice is not known to be replayed right."""
+    if family not in REPLAY_FAMILIES or not has_routers:
+        raise TrainError(
+            f'train.router_replay = true is not known to be right for a model of type "{family}": only for '
+            f"{', '.join(sorted(REPLAY_FAMILIES))}; remove it"
+        )
 
 
 def check_choices(experts_BTLK: Tensor, *, num_layers: int, num_chosen: int, num_experts: int) -> None:

@@ -46,6 +46,7 @@ from hpcrl.errors import TrainError
 from hpcrl.hardware.architecture import read_max_context
 from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.trainers.context_group import ContextGroup
+from hpcrl.trainers.megatron.kept_pass import KeptPass
 from hpcrl.trainers.megatron.layers import (
     list_attentions,
     list_layers,
@@ -131,7 +132,7 @@ class _CpuFunctionMode(TorchFunctionMode):
         return func(*args, **arguments)
 
 
-def pair_shapes() -> contextlib.AbstractContextManager[Any]:
+def pair_shapes() -> AbstractContextManager[Any]:
     """Replace the exchange of shapes between stages.
 
     Of two stages with several parts of the model each follows the other, so that both send two shapes to one rank, and
@@ -304,7 +305,7 @@ def build_model_part(model_dir: Path, *, train: TrainConfig, world: World, seed:
     numbered = zip(numbers, list_layers(chunks), strict=True)
     replay = StageReplay(numbered, is_on=train.router_replay, dims=dims, context=positions)
     if train.recompute is True:
-        _recompute_layers(chunks, balance, replay)
+        _recompute_layers(chunks, balance.kept, replay.kept)
     model_part = MegatronPart(
         chunks=chunks.to(world.device).eval(),
         dims=dims,
@@ -519,7 +520,7 @@ def _embed_own_positions(embed: Callable[..., Tensor], context: ContextGroup, le
     return embed(num_own, offset + context.rank * num_own)
 
 
-def _recompute_layers(chunks: torch.nn.ModuleList, *kept: StageBalance | StageReplay) -> None:
+def _recompute_layers(chunks: torch.nn.ModuleList, *kept: KeptPass[Any]) -> None:
     """Let every layer keep only its input for the gradient, and compute the rest of its forward pass again."""
     for layer in list_layers(chunks):
         forward = partial(_forward_and_release, layer, layer.forward)
@@ -529,10 +530,10 @@ def _recompute_layers(chunks: torch.nn.ModuleList, *kept: StageBalance | StageRe
 
 
 def _keep_passes(
-    kept: Iterable[StageBalance | StageReplay],
+    kept: Iterable[KeptPass[Any]],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of a layer that is recomputed, for the first time and for the second."""
-    return contextlib.nullcontext(), _enter_all([each.keep_pass()[1] for each in kept])
+    return contextlib.nullcontext(), _enter_all([each.use_again() for each in kept])
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@
 Only the last stage has a loss to add it to. So its gradient is attached to the routing weights of each layer: they pass
 through a function that leaves them as they are, and starts the gradient of the layer's term when it gets theirs.
 
-A router needs the padding of its micro-batch. Several are in a pipeline at the same time, and a layer that is
-recomputed runs again during a backward pass, after the forward pass of others: what it needs is kept for it.
+A router needs the padding of its micro-batch, which is kept for each pass (kept_pass.py).
 
 Legend: B rows of a micro-batch, T positions, S those of this rank, M all their tokens, E experts
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.trainers.context_group import ContextGroup
 from hpcrl.trainers.expert_balance import compute_balance, compute_probabilities, mark_row_tokens
+from hpcrl.trainers.megatron.kept_pass import KeptPass
 
 
 class _WatchedPass(NamedTuple):
@@ -42,7 +42,7 @@ class StageBalance:
         """
         self._coef = coef
         self._context = context
-        self._current: _WatchedPass | None = None
+        self.kept = KeptPass[_WatchedPass]()
         for layer in layers if coef else ():
             router = getattr(layer.mlp, "router", None)
             if router is not None:  # the first layers of some models have no experts
@@ -55,20 +55,8 @@ class StageBalance:
         if self._coef:
             own_BS = self._context.take(mark_row_tokens(micro))
             watched = _WatchedPass(own_BS.T.reshape(-1), self._coef * micro.num_tokens / max(num_tokens, 1))
-        with self._use(watched):
+        with self.kept.use(watched):
             yield
-
-    def keep_pass(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a layer that is recomputed, for the first time and for the second."""
-        return nullcontext(), self._use(self._current)
-
-    @contextmanager
-    def _use(self, watched: _WatchedPass | None) -> Iterator[None]:
-        previous, self._current = self._current, watched
-        try:
-            yield
-        finally:
-            self._current = previous
 
     def _route(
         self,
@@ -80,7 +68,7 @@ class StageBalance:
     ) -> tuple[Tensor, Tensor]:
         """Do what a router does with its logits, and attach the gradient of its layer's term."""
         weights_ME, chosen_ME = routing(logits_SBE, *given, **options)
-        watched = self._current
+        watched = self.kept.current
         if watched is None:
             return weights_ME, chosen_ME
         probabilities_ME = compute_probabilities(logits_SBE.flatten(0, 1).float(), score_function=score_function)

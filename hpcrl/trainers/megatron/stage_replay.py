@@ -1,24 +1,22 @@
 """Router replay in the layers of a rank's stage: hpcrl/trainers/expert_replay.py has what it is.
 
 Megatron's routers ask an object of theirs for the experts of a token, where there is one, and weigh these experts by
-their own scores. As with the loss that balances experts (stage_balance.py), several micro-batches are in a pipeline at
-the same time, and a layer that is recomputed runs again later: what it needs is kept for it.
+their own scores. The choices of a micro-batch are kept for each pass (kept_pass.py).
 
 Legend: B rows of a micro-batch, T positions, S those of this rank, M all their tokens, L layers with experts of the
 model, E experts, K experts of a token
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hpcrl.errors import TrainError
-from hpcrl.hardware.architecture import REPLAY_FAMILIES
 from hpcrl.learn.batch import MicroBatch
 from hpcrl.trainers.context_group import ContextGroup
-from hpcrl.trainers.expert_replay import check_choices, choose_experts, take_choices
+from hpcrl.trainers.expert_replay import check_choices, check_replay_family, choose_experts, take_choices
+from hpcrl.trainers.megatron.kept_pass import KeptPass
 from hpcrl.trainers.megatron.weight_names import ModelDims
 
 
@@ -35,14 +33,11 @@ class StageReplay:
         self._context = context
         self._shape = dims.shape
         self._is_on = is_on
-        self._current_MLK: Tensor | None = None
+        self.kept = KeptPass[Tensor]()
+        """The choices of the current pass, as MLK."""
         if not is_on:
             return
-        if dims.shape.family not in REPLAY_FAMILIES:
-            raise TrainError(
-                f'train.router_replay = true is not known to be right for a model of type "{dims.shape.family}": only '
-                f"for {', '.join(sorted(REPLAY_FAMILIES))}; remove it"
-            )
+        check_replay_family(dims.shape.family)
         numbers = [number for number in range(dims.shape.num_layers) if dims.has_experts(number)]
         for number, layer in layers:
             if dims.has_experts(number):
@@ -51,16 +46,13 @@ class StageReplay:
     @contextmanager
     def use(self, micro: MicroBatch) -> Iterator[None]:
         """Replay the choices of a micro-batch in its forward pass."""
-        with self._use(self._take(micro) if self._is_on else None):
+        with self.kept.use(self._take(micro) if self._is_on else None):
             yield
-
-    def keep_pass(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a layer that is recomputed, for the first time and for the second."""
-        return nullcontext(), self._use(self._current_MLK)
 
     def choose(self, layer: int, own_MK: Tensor) -> Tensor:
         """Return the experts of the tokens in a layer, of which the router would choose `own_MK`."""
-        return own_MK if self._current_MLK is None else choose_experts(self._current_MLK[:, layer], own_MK)
+        given_MLK = self.kept.current
+        return own_MK if given_MLK is None else choose_experts(given_MLK[:, layer], own_MK)
 
     def _take(self, micro: MicroBatch) -> Tensor | None:
         if micro.experts_BTLK is None:
@@ -74,14 +66,6 @@ class StageReplay:
         )
         own_BSLK = take_choices(micro.experts_BTLK, micro, context=self._context)
         return own_BSLK.transpose(0, 1).flatten(0, 1)  # Megatron's order: positions first
-
-    @contextmanager
-    def _use(self, current_MLK: Tensor | None) -> Iterator[None]:
-        previous, self._current_MLK = self._current_MLK, current_MLK
-        try:
-            yield
-        finally:
-            self._current_MLK = previous
 
 
 class _LayerChoice(NamedTuple):
