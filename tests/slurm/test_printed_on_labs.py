@@ -2,16 +2,17 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa  # noqa: TID251
 import pyarrow.parquet as pq  # noqa: TID251
 import pytest
+from safetensors.numpy import save_file
 
 from hpcrl.testing.model_templates import FAMILIES, save_family
 from tests.support.campaigns import end_campaigns
@@ -30,7 +31,7 @@ RECIPE = 'name = "mine"\nextends = "quickstart"\n'
 
 
 @pytest.fixture
-def hub(tmp_path: Path, tiny_model_dir: Path) -> Iterator[HubProcess]:
+def hub(tmp_path: Path) -> Iterator[HubProcess]:
     """A hub with what the lines name."""
     hub = HubProcess(tmp_path / "hub")
     for recipe in (
@@ -40,8 +41,11 @@ def hub(tmp_path: Path, tiny_model_dir: Path) -> Iterator[HubProcess]:
         model = tomllib.loads(recipe)["model"]
         folder = save_family(hub.find_model(model["path"]), FAMILIES["Qwen3"])
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | model["config"] | SMALL))
-        shutil.copy(tiny_model_dir / "model.safetensors", folder)
+        config |= model["config"] | SMALL
+        (folder / "config.json").write_text(json.dumps(config))
+        table = np.zeros((config["vocab_size"], config["hidden_size"]), np.float16)
+        names = ("model.embed_tokens", "lm_head", "model.layers.0.input_layernorm")  # by which submit compares models
+        save_file({f"{name}.weight": table for name in names}, folder / "model.safetensors")
     rows = hub.root / "datasets" / "openai" / "gsm8k" / "main"
     rows.mkdir(parents=True)
     for part in ("train", "test"):
