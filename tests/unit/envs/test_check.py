@@ -1,5 +1,7 @@
 """What a check finds in the files of agent programs: refused where nodes lack them too, else noted."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hpcrl.envs import check
 from hpcrl.envs.agent import AgentProgram
 from hpcrl.envs.program_files import ProblemJudge
 from hpcrl.errors import ConfigError
+from tests.support.plans import make_recipe
 
 HERE, NODES = ProblemJudge(is_local=True), ProblemJudge(campaigns="/proc")
 """A judge of this machine, and one of nodes that share no file system with it."""
@@ -212,3 +215,27 @@ def test_a_function_of_a_node_that_returns_no_result_is_refused(user_code: str, 
     train = TrainConfig(num_steps=1, groups_per_step=1, learning_rate=1.0, pipeline={"loss": node})
     with pytest.raises(ConfigError, match=r"train\.pipeline\.loss\.function = .* " + why):
         check._check_function("loss", node, train)
+
+
+@pytest.mark.parametrize(
+    ("setting", "package", "advice"),
+    [
+        ("metrics.tensorboard=true", "tensorboard", "'hpcrl[tensorboard]' there, or remove it"),
+        ("spool.compression=zstd", "hdf5plugin", "'hpcrl[compress]' there, or set it to \"none\""),
+        ("train.trainer=megatron", "megatron", "'megatron-core<0.17,>=0.16' there, or set it to \"torch\""),
+    ],
+)
+def test_a_package_that_is_missing_is_refused_before_anything_is_queued(
+    setting: str, package: str, advice: str, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, importlib.util as u; real = u.find_spec; "
+        f"u.find_spec = lambda name, *more: None if name == '{package}' else real(name, *more); "
+        "from hpcrl.envs.check import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "answer")]
+    done = subprocess.run(command, input=msgspec.json.encode(make_recipe(setting)), check=False)
+    assert done.returncode == 2
+    answer = (tmp_path / "answer").read_text()
+    assert f"needs the package {package}, " in answer
+    assert f"pip install {advice}" in answer

@@ -237,19 +237,6 @@ def test_a_reader_that_always_fails_is_restarted_a_few_times_only(campaign):
     assert "the campaign is damaged" in faults[0]
 
 
-def test_a_package_that_is_missing_is_refused_before_anything_is_queued(tmp_path):
-    recipe, package = make_recipe("metrics.tensorboard=true"), "tensorboard"
-    code = (
-        "import sys, importlib.util as u; real = u.find_spec; "
-        f"u.find_spec = lambda name, *more: None if name == '{package}' else real(name, *more); "
-        "from hpcrl.envs.check import main; sys.exit(main())"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "answer")]
-    done = subprocess.run(command, input=msgspec.json.encode(recipe), check=False)
-    assert done.returncode == 2
-    assert f"pip install 'hpcrl[{package}]'" in (tmp_path / "answer").read_text()
-
-
 def test_the_position_is_recorded_only_after_figures_were_sent(campaign):
     class Slow(SinkRecorder):
         def flush(self):
