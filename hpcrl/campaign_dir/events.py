@@ -560,8 +560,9 @@ def _describe_progress_event(event: CampaignEvent) -> str | None:
             return f"{event.num} tasks of {event.worker} that were in flight are started again"
         case TaskFailed():
             return f"task {event.id} was abandoned" + _append_reason(event.reason)
-        case TrainingResumed():
-            return f"training continues from the checkpoint of step {event.step}"
+        case TrainingResumed(step=step):
+            how = f"continues from the checkpoint of step {step}" if step else "starts again, without a checkpoint"
+            return f"training {how}"
         case StepFinished(skipped=str(why)):
             return f"step {event.step} left the weights unchanged" + _append_reason(why)
         case EvaluationFinished(reward_mean=float(mean)):

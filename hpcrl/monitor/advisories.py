@@ -300,6 +300,7 @@ def _find_truncation(facts: HealthFacts) -> Iterator[Advisory]:
 
 def _find_stale_episodes(facts: HealthFacts) -> Iterator[Advisory]:
     first = facts.recent_steps[0].step - 1 if facts.recent_steps else 0  # episodes end before their step
+    first = max(first, facts.progress.resumed_step + 1)
     recent = [counts for counts in facts.progress.recent_staleness if counts.step >= first]
     num_ended, num_stale = sum(counts.num_ended for counts in recent), sum(counts.num_stale for counts in recent)
     num_stale = min(num_stale, num_ended)  # a trainer that starts again drops the same ones once more

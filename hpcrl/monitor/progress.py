@@ -398,6 +398,8 @@ class CampaignProgress:
     """The rows that were too long for the trainer, by step."""
     checkpoint_times: list[float] = field(default_factory=list)
     recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
+    resumed_step: int = -1
+    """The step after which training was resumed last; what lost steps generated becomes too old then."""
     """The episodes that ended after each of the last steps, the newest last."""
     flat_dropped: deque[tuple[int, FlatGroupsDropped]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
     """The step after which flat groups were dropped, and the event about them."""
@@ -439,6 +441,8 @@ class CampaignProgress:
                 self.checkpoint_times.append(event.time)
             case TrainingResumed():
                 self._drop_steps_from(event.step + 1)
+                self.recent_staleness.clear()
+                self.resumed_step = event.step
             case WorkerStarted() | WorkerRestarted() | WorkerEnded() | WorkerFailed() | VersionLoaded():
                 self._apply_worker_event(event)
             case _:

@@ -372,6 +372,8 @@ class TrainingLoop:
         if found is not None:
             trainer.load(found)
             context.events.emit(TrainingResumed(step=step, version=version, checkpoint=found.name))
+        elif publisher is not None and publisher.newest_version():
+            context.events.emit(TrainingResumed(step=0))
         save_s = estimate_save_s(context.recipe, num_nodes=context.plan.components[context.role_plan.component].nodes)
         training_loop = cls(
             context=context,
@@ -424,8 +426,14 @@ class TrainingLoop:
             publisher.persist()
 
     def _publish_above(self, newest: int | None) -> None:
-        """Publish the weights as a version above all others: those after the checkpoint are obsolete."""
-        self.version = self.version if newest is None else max(self.version, newest + 1)
+        """Publish the weights as a version above all others: those after the checkpoint are obsolete.
+
+        It is as far above the newest as that is above the checkpoint, so that an episode's lag is at least the number of
+        updates that separate its policy from these weights.
+        """
+        if newest is not None and newest >= self.version:
+            num_lost = min(newest - self.version, self.context.recipe.rollout.max_lag + 1)
+            self.version = newest + max(1, num_lost)
         self.publish()
 
     @property

@@ -19,6 +19,7 @@ from hpcrl.campaign_dir.events import (
     SegmentScored,
     StaleDropped,
     StepFinished,
+    TrainingResumed,
     WorkerEnded,
     WorkerFailed,
     WorkerStarted,
@@ -539,6 +540,17 @@ def test_episodes_that_a_trainer_drops_twice_count_at_most_once() -> None:
     counts = stamp_event("env-0", EpisodesCounted(done=100, outcomes={"lake": {"done": 100}}), time=T0)
     (found,) = judge(counts, StaleDropped(num=100, time=T0), StaleDropped(num=100, time=T0))
     assert (found.name, found.figure) == ("stale-episodes", 1.0)
+
+
+def test_what_steps_generated_that_a_resume_repeats_is_not_reported_as_too_old() -> None:
+    counts = stamp_event("env-0", EpisodesCounted(done=80, outcomes={"lake": {"finished": 80}}), time=T0)
+    steps = [make_learning_step(number) for number in range(1, 4)]
+    resumed = TrainingResumed(step=2, version=2, time=T0)
+    dropped = StaleDropped(num=30, time=T0)
+    assert names(judge(counts, *steps, resumed, dropped, is_running=False)) == []
+    later = stamp_event("env-0", EpisodesCounted(done=160, outcomes={"lake": {"finished": 160}}), time=T0)
+    stale = judge(counts, *steps, resumed, dropped, make_learning_step(3), later, dropped, is_running=False)
+    assert names(stale) == ["stale-episodes"]
 
 
 def test_only_episodes_of_recent_steps_count_as_stale() -> None:

@@ -6,14 +6,15 @@ import msgspec
 import pytest
 
 from hpcrl.campaign_dir.event_log import EventLog, EventReader
-from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished
+from hpcrl.campaign_dir.events import CheckpointSaved, FaultReported, StepFinished, TrainingResumed
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.campaign_dir.train_progress import read_train_progress
 from hpcrl.errors import LostCheckpointsError, NodeResultError, TrainError
 from hpcrl.hardware.degrees import ParallelDegrees
 from hpcrl.learn.pipeline import check_trajectories
 from hpcrl.roles import train
-from hpcrl.roles.train import TIME_FACTOR, DrainTimes, _make_rank_environment, _make_trainer
+from hpcrl.roles.train import TIME_FACTOR, DrainTimes, TrainingLoop, _make_rank_environment, _make_trainer
+from hpcrl.spool.outcome import is_too_old
 from hpcrl.system.files import make_private_dir
 from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.megatron import skip_without_megatron
@@ -99,6 +100,25 @@ def test_a_checkpoint_that_was_removed_is_reported_and_one_that_is_damaged_is_no
     faults = [event.detail for event in EventReader(tmp_path / "events").poll() if isinstance(event, FaultReported)]
     missing = f"the checkpoint of step 8 is not in {directory} any more: training "
     assert faults == [f"{missing}continues from step 4", f"{missing}starts from step 0"]
+
+
+@pytest.mark.parametrize(("num_lost", "version"), [(0, 0), (1, 2), (2, 4), (9, 13)])
+def test_what_lost_steps_generated_is_as_old_as_it_is_steps_away(tmp_path, tiny_model_dir, num_lost, version):
+    """The first version after a fault: of step 0 again, and too old for all that more than `max_lag` steps changed."""
+    context = make_context(tmp_path, tiny_model_dir, "rollout.max_lag=3")
+    make_private_dir(context.campaign.weights)
+    trainer = _make_trainer(context, SINGLE_RANK)
+    killed = TrainingLoop.start_or_resume(context, trainer)
+    for number in range(1, num_lost + 1):
+        killed.step = killed.version = number
+        killed.publish()
+    killed.publisher.close()
+    started = TrainingLoop.start_or_resume(context, trainer)
+    started.publisher.close()
+    assert started.version == version
+    assert is_too_old(num_lost, newest=version, max_lag=3) == (num_lost > 3)
+    resumed = [each for each in EventReader(tmp_path / "events").poll() if isinstance(each, TrainingResumed)]
+    assert len(resumed) == bool(num_lost)
 
 
 def test_a_node_with_a_result_that_cannot_be_used_ends_the_campaign(tmp_path, tiny_model_dir, monkeypatch):
