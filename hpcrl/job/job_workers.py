@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrl.campaign_dir.event_log import EVENT_SUFFIX, find_worker_node
@@ -164,10 +165,13 @@ class JobWorkers:
         rank = "" if self._trainer.num_workers == 1 else f"rank {failed.rank}"
         if failed.was_killed:  # its log ends with a step
             return f"{rank or 'it'} {describe_end(decode_exit_code(failed.code))}"
-        error = self._read_rank_error(failed.rank)
-        if not self.job.log(f"train-{failed.rank}").exists():  # it never started: its step has written why
-            error = read_error_line(self.job.log("train-step"))
+        error = read_error_line(self._find_rank_log(failed.rank))
         return f"exit code {failed.code}{rank and f' of {rank}'}: {error}"
+
+    def _find_rank_log(self, rank: int) -> Path:
+        """Return the log of a rank; if it never started, its step has written why."""
+        log = self.job.log(f"train-{rank}")
+        return log if log.exists() else self.job.log("train-step")
 
     def _find_failed_rank(self, step_log: str, code: int) -> RankFailure:
         """Return the rank that failed by itself; the first one with the code of a step if no step names one."""
@@ -198,7 +202,8 @@ class JobWorkers:
                 self.emit(WorkerFailed(of="train-0", reason=reason))
                 self.budget.count_failure("the disk of train-0", reason, cause="infrastructure")
             else:
-                self._count_trainer_failure(reason, cause=_find_trainer_cause(code, reason))
+                log = self._find_rank_log(rank)
+                self._count_trainer_failure(reason, cause=_find_trainer_cause(code, reason), log=log)
         return True
 
     def _count_step_failure(self, failure: StepFailure) -> None:
@@ -239,9 +244,9 @@ class JobWorkers:
         publish_file(probe, " " * PROBE_BYTES)
         probe.unlink()
 
-    def _count_trainer_failure(self, reason: str, *, cause: EndCause) -> None:
+    def _count_trainer_failure(self, reason: str, *, cause: EndCause, log: Path | None = None) -> None:
         self.emit(WorkerFailed(of="train-0", reason=reason))
-        self.budget.count_failure("train-0", reason, cause=cause)
+        self.budget.count_failure("train-0", reason, cause=cause, log=log)
 
     def _list_trainer_nodes(self) -> list[str]:
         """Return the nodes of the trainer, the first of which have its ranks; none on a machine without Slurm."""
@@ -332,7 +337,7 @@ class JobWorkers:
         worker.rests_for = name
         alike = [other for other in self.long_lived if other.role == worker.role]
         num_left = sum(not other.is_resting for other in alike)
-        reason = self.budget.describe(name, reason)
+        reason = self.budget.describe(name, reason, log=self.job.log(worker.name))
         if num_left < find_quorum(len(alike), share=self.quorum):
             by_default: EndCause = "user-code" if worker.role == "env" and not is_disk else "infrastructure"
             by_default = "out-of-memory" if is_short else by_default

@@ -2,7 +2,7 @@
 
 skip_database     import it as a whole without a database
 load_program      return the code of a program, and let it import modules of Parsl alone
-forget_packages   let later code import Parsl as a whole
+import_whole      let the code of a block import Parsl as a whole
 use_steady_time   let no jump of the clock look like a silence of other processes
 """
 
@@ -16,6 +16,8 @@ from types import CodeType, ModuleType
 
 PACKAGES = ("parsl", "parsl.executors", "parsl.monitoring")
 """The packages whose `__init__` imports the kernel, all executors and the hub, which only a driver needs."""
+_imported_whole: dict[str, ModuleType] = {}
+"""The modules of Parsl that users' code has imported in this process."""
 
 
 @contextlib.contextmanager
@@ -48,13 +50,25 @@ def load_program(name: str) -> CodeType:
     return code
 
 
-def forget_packages() -> None:
-    """Let the next import of Parsl, which is that of a user's code, load all of it again.
+@contextlib.contextmanager
+def import_whole() -> Iterator[None]:
+    """Let the code of this block, a user's, import all of Parsl, in modules that only such blocks have.
 
-    A module that was kept would be missing in its new package.
+    A module that was kept would be missing in its new package, and what runs the block must find its own again: it
+    pickles errors, which have the classes of their modules.
     """
-    for name in [one for one in sys.modules if one.partition(".")[0] == "parsl"]:
-        del sys.modules[name]
+    own = _take_modules()
+    sys.modules.update(_imported_whole)
+    try:
+        yield
+    finally:
+        _imported_whole.update(_take_modules())
+        sys.modules.update(own)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Take out the modules of Parsl that are imported."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "parsl"}
 
 
 def use_steady_time() -> None:

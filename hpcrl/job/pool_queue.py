@@ -2,6 +2,7 @@
 
     PoolQueue      a queue in which no lock is held: the kernel gives each message to one reader, whole
     TaskLedger     the tasks of a pool without a result, of which some are lost with the worker that took them
+    end_after_answer   let this process answer its task, and take no other
     LOST_AFTER_S, LEDGER_INTERVAL_S   times
     MAX_MESSAGE_BYTES               a longer message goes through a file
 
@@ -16,6 +17,7 @@ import pickle
 import queue
 import socket
 import struct
+import sys
 import tempfile
 import termios
 import threading
@@ -25,11 +27,19 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from hpcrl.system.exit_codes import EXIT_FAILED
+
 MAX_MESSAGE_BYTES = 1 << 15
 LOST_AFTER_S = 30.0
 """A worker notes within milliseconds which task it has taken, unless it was killed, or is stopped for a while."""
 LEDGER_INTERVAL_S = 5.0
 _IN_FILE, _IN_MESSAGE = b"f", b"m"
+_has_failed = threading.Event()
+
+
+def end_after_answer() -> None:
+    """Let this process answer its task, and end instead of taking another one."""
+    _has_failed.set()
 
 
 class PoolQueue:
@@ -51,14 +61,17 @@ class PoolQueue:
         self._start_empty()
 
     def put(self, item: Any) -> None:
-        """Send an item at once, or, where the kernel holds enough already, in a thread as soon as it fits."""
+        """Send an item at once, or, where the kernel holds enough already, in a thread as soon as it fits.
+
+        A process that ends afterwards waits instead.
+        """
         message = _IN_MESSAGE + pickle.dumps(item)
         if len(message) > MAX_MESSAGE_BYTES:
             message = _IN_FILE + _write_file(message[1:])
         with self._lock:
             if not self._waiting:
                 with contextlib.suppress(BlockingIOError):
-                    self._writer.send(message, socket.MSG_DONTWAIT)
+                    self._writer.send(message, 0 if _has_failed.is_set() else socket.MSG_DONTWAIT)
                     return
                 threading.Thread(target=self._send_waiting, args=(message,), name="queue", daemon=True).start()
             self._waiting.append(message)
@@ -73,6 +86,10 @@ class PoolQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next item; raise queue.Empty if there is none in time."""
+        if _has_failed.is_set():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_FAILED)
         wait_s = 0.0 if timeout is None else max(timeout, 1e-3)
         self._reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _pack_time(wait_s))
         try:

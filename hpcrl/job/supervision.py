@@ -404,10 +404,10 @@ class RestartBudget:
         self._failures: dict[str, deque[float]] = {}
         self._records: deque[tuple[float, FailureRecord]] = deque(maxlen=MAX_RECORDS)
 
-    def count_failure(self, name: str, reason: str, *, cause: EndCause = "user-code") -> None:
+    def count_failure(self, name: str, reason: str, *, cause: EndCause = "user-code", log: Path | None = None) -> None:
         """Raise JobError once something has failed too often: nodes are not held for work that cannot run."""
         if not self.note_failure(name):
-            raise JobError(self.describe(name, reason), cause=cause)
+            raise JobError(self.describe(name, reason, log=log), cause=cause)
 
     def note_failure(self, name: str) -> bool:
         """Count a failure; return False if it is one too many."""
@@ -415,10 +415,11 @@ class RestartBudget:
         self._failures[name].append(self._clock())
         return not is_last
 
-    def describe(self, name: str, reason: str) -> str:
-        """Return how often something has failed, and why."""
+    def describe(self, name: str, reason: str, *, log: Path | None = None) -> str:
+        """Return how often something has failed, why, and its log, or where all logs are."""
         times = f"{name} failed {len(self._failures[name])} times in an hour"
-        return f"{times}, the last time with: {reason}; the logs are in {self._logs}"
+        where = f"the logs are in {self._logs}" if log is None else f"its log is {log}"
+        return f"{times}, the last time with: {reason}; {where}"
 
     def is_used_up(self, name: str) -> bool:
         """Return whether the next failure would be one too many."""

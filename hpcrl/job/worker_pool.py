@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.job.fork_server import ROLES_PROGRAM, ForkedProcess, list_server_pids, start_fork_server
-from hpcrl.job.parsl_programs import forget_packages, load_program, use_steady_time
-from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger
+from hpcrl.job.parsl_programs import import_whole, load_program, use_steady_time
+from hpcrl.job.pool_queue import LEDGER_INTERVAL_S, PoolQueue, TaskLedger, end_after_answer
 from hpcrl.system.memory import KILLED, KillWatch
 from hpcrl.system.processes import die_with_parent, is_zombie
 from hpcrl.system.pulse import PULSE_WATCH_INTERVAL_S, PulseWatch, SilentProcess, end_silent
@@ -50,10 +50,14 @@ _forked: dict[str, ForkedProcess] = {}
 
 
 def call_by_name(function: str, *args: Any) -> Any:
-    """Run `package.module:name` in a worker."""
-    forget_packages()  # the function may be a user's
+    """Run `package.module:name` in a worker; one that fails ends then, as it may leave threads, memory and devices."""
     module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(*args)
+    try:
+        with import_whole():  # the function may be a user's
+            return getattr(importlib.import_module(module), name)(*args)
+    except Exception:
+        end_after_answer()
+        raise
 
 
 def become_worker(role: str, campaign: str) -> None:

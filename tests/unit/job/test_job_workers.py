@@ -199,8 +199,9 @@ def test_a_job_continues_without_a_worker_that_fails_again_and_again(workers, ev
     assert [worker.is_resting for worker in workers.long_lived] == [True, False, False]
     (fault,) = [event for event in events if isinstance(event, FaultReported)]
     assert (fault.what, fault.detail.endswith("env continues with 2 of 3 workers")) == ("quorum", True)
-    with pytest.raises(JobError, match=r"^env-1 failed 4 times in an hour, the last time with: exit code 1") as ended:
+    with pytest.raises(JobError, match=r"^env-1 failed 4 times in an hour, the last time with: exit code 1; ") as ended:
         fail_worker(workers, workers.long_lived[1])
+    assert str(ended.value).endswith(f"its log is {workers.job.log('env-1')}")
     assert ended.value.cause == "user-code"
 
 
@@ -456,6 +457,6 @@ def test_the_error_of_the_rank_that_failed_is_reported_and_not_that_of_the_first
 def test_ranks_that_have_all_lost_each_other_are_not_blamed_on_the_users_code(on_four_nodes):
     workers = on_four_nodes
     workers.job.log("train-2").write_text(LOST_ERROR)
-    with pytest.raises(JobError, match="Connection closed by peer") as found:
+    with pytest.raises(JobError, match=r"Connection closed by peer .*; its log is .*/train-\d\.log$") as found:
         fail_trainer(workers, write_failures(workers, 0, 2), times=MAX_RESTARTS + 1)
     assert found.value.cause == "infrastructure"

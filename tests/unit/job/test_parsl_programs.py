@@ -16,16 +16,21 @@ parsl.DataFlowKernel, parsl.HighThroughputExecutor
 
 
 IMPORT_AGAIN = """
-from hpcrl.job.parsl_programs import forget_packages, load_program
+import sys
+from hpcrl.job.parsl_programs import import_whole, load_program
 exec(load_program("parsl.executors.high_throughput.process_worker_pool"), {"__name__": "pool"})
-forget_packages()
-import parsl.executors.high_throughput
-import parsl.serialize
-parsl.serialize, parsl.multiprocessing, parsl.executors.high_throughput, parsl.HighThroughputExecutor, parsl.version
+own = {name: module for name, module in sys.modules.items() if name.startswith("parsl")}
+with import_whole():
+    import parsl.executors.high_throughput
+    import parsl.serialize
+    parsl.serialize, parsl.multiprocessing, parsl.executors.high_throughput, parsl.HighThroughputExecutor, parsl.version
+assert own == {name: module for name, module in sys.modules.items() if name.startswith("parsl")}
+with import_whole():
+    assert sys.modules["parsl"] is parsl
 """
 
 
-def test_code_of_a_user_finds_all_of_parsl_in_a_worker():
+def test_code_of_a_user_finds_all_of_parsl_in_a_worker_which_keeps_its_own():
     subprocess.run([sys.executable, "-c", IMPORT_AGAIN], check=True, timeout=60)
 
 

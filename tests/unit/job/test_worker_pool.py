@@ -113,6 +113,18 @@ executors.end_kernel(timeout_s=60)
 )
 
 
+def test_a_task_that_fails_gives_its_error_and_the_next_one_has_another_process(tmp_path: Path) -> None:
+    texts = ["exec('import parsl.app.errors, os; raise OSError(os.getpid())')", "__import__('os').getpid() / 0"]
+    command = [sys.executable, "-c", END_OWN_PROCESS, str(tmp_path), texts[0], *texts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    first, second, error = done.stdout.splitlines()
+    assert first.isdecimal()
+    assert second.isdecimal()
+    assert first != second
+    assert error == "division by zero"
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="its workers are spawned by Parsl, which keeps no exit code")
 def test_the_loss_of_a_worker_names_how_its_process_ended(tmp_path: Path) -> None:
     texts = ["__import__('os')._exit(3)", "__import__('os').kill(__import__('os').getpid(), 11)"]
