@@ -101,6 +101,9 @@ class WindowStore:
             self._window.unlink()
 
     def _open_existing(self, version: int) -> Window:
+        """Return a window with a version: also one that has just lost its name, as at the trainer's end."""
+        if self._window is not None and version in self._window.versions():
+            return self._window
         window = self._open_current()
         if window is None:
             raise WeightsError(f"version {version} is not available: {self._key.path} does not exist")

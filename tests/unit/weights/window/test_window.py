@@ -553,6 +553,21 @@ def test_the_newest_of_window_and_files_is_returned_and_each_is_read_where_it_is
         assert float(tensors["a"][0]) == 2.0
 
 
+def test_a_reader_that_has_seen_a_version_can_read_it_after_the_trainers_end(campaign: CampaignDir) -> None:
+    trainer = WindowStore(key(campaign), job=campaign.job(0))
+    trainer.publish({"a": torch.ones(2)}, WeightVersion(version=1, step=1))
+    reader = WindowStore(key(campaign), job=campaign.job(0))
+    assert reader.newest() is not None
+    trainer.unlink()
+    trainer.close()
+    with reader.read_version(1) as tensors:
+        assert float(tensors["a"][0]) == 1.0
+    reader.check_version(1)
+    with pytest.raises(WeightsError, match="version 2 is not available"):
+        reader.load(2)
+    assert reader.newest() is None
+
+
 def test_a_reader_may_leave_the_pages_of_a_large_window_unmapped_until_it_reads(campaign: CampaignDir) -> None:
     writer = made(campaign, layout=LARGE)
     put(writer, 1)
