@@ -4,7 +4,7 @@ import asyncio
 import random
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from hpcrl.weights.stores.store import WeightSource
 from hpcrl.weights.stores.window_store import WindowStore
 from hpcrl.weights.versions import WeightVersion
 from hpcrl.weights.window.file import WindowKey
+from tests.support.embedded_engines import on
 from tests.support.families import SCALED_FAMILIES, make_family_model
 
 
@@ -57,14 +58,6 @@ def crowd(*, num: int, temperature: float) -> list[GenerateRequest]:
         )
         for n in range(num)
     ]
-
-
-def on(engine: EmbeddedEngine, body: Callable[[], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with engine:
-            return await body()
-
-    return asyncio.run(run())
 
 
 @torch.inference_mode()

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hpcrl.rollout.turn import generate_turn
 from hpcrl.spool.routed_experts import find_span_end, join_experts, place_span
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.weights.versions import WeightVersion
+from tests.support.embedded_engines import on
 from tests.support.families import make_family_model
 
 PROMPT = [2, 45, 78, 5, 36, 3]
@@ -51,14 +51,6 @@ def ask(request_id: str = "r", **changes: Any) -> GenerateRequest:
 
 def make_engine(model: Any, **options: Any) -> EmbeddedEngine:
     return EmbeddedEngine(model, store=MemoryStore(), records_experts=True, **options)
-
-
-def on(engine: EmbeddedEngine, body: Callable[[], Awaitable[Any]]) -> Any:
-    async def run() -> Any:
-        async with engine:
-            return await body()
-
-    return asyncio.run(run())
 
 
 @torch.inference_mode()
