@@ -301,6 +301,7 @@ class StepFinished(CampaignEvent, frozen=True, kw_only=True, tag="step"):
     times: dict[str, float] = {}
     num_rows: NonNegativeCount | None = None
     too_long_tokens: dict[str, NonNegativeCount] = {}
+    replayed_fraction: float | None = None
     mfu: float | None = None
     """Share of the trainer GPUs' peak FLOP/s that the step used; None without GPUs."""
     wait_s: float | None = None

@@ -1089,6 +1089,7 @@ def make_warmup_settings(train: TrainConfig, warmup: WarmupConfig) -> TrainConfi
         flat_groups="keep",
         kl="none",
         entropy_coef=0.0,
+        router_replay=False,  # conversations have no choices
         num_minibatches=1,
         epochs=1,
         reward_scale="none",

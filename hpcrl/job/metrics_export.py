@@ -54,6 +54,7 @@ FIELDS_BY_HEADING = {
         "kl_reference",
         "entropy",
         "clip_fraction",
+        "replayed_fraction",
         "grad_norm",
         "learning_rate",
     ),

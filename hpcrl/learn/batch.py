@@ -238,6 +238,13 @@ class MicroBatch:
     def num_padded_tokens(self) -> int:
         return self.inputs_BT.numel()
 
+    def count_replayed(self) -> Tensor:
+        """Count the model tokens that are predicted from a token whose experts are known."""
+        if self.experts_BTLK is None:
+            return torch.zeros((), device=self.mask_BT.device)
+        known_BT = self.experts_BTLK[:, :, 0, 0] != _find_none(self.experts_BTLK)
+        return (known_BT.to(self.mask_BT.device) & self.mask_BT).sum().float()
+
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return a copy on a device; experts stay in host memory until their pass, as they are larger than the rest."""
         moved = {name: tensor.to(device) for name, tensor in vars(self).items() if tensor is not None}
@@ -377,8 +384,12 @@ def pad_to_length(micro: MicroBatch, *, length: int) -> MicroBatch:
 
 def pad_experts(experts_BTLK: Tensor, padding: Sequence[int]) -> Tensor:
     """Add tokens without a choice; `padding` is that of a tensor of [B, T]."""
-    none = 0xFF if experts_BTLK.dtype == torch.uint8 else -1
-    return torch.nn.functional.pad(experts_BTLK, (0, 0, 0, 0, *padding), value=none)
+    return torch.nn.functional.pad(experts_BTLK, (0, 0, 0, 0, *padding), value=_find_none(experts_BTLK))
+
+
+def _find_none(experts_BTLK: Tensor) -> int:
+    """Return the number that marks a token without a choice."""
+    return 0xFF if experts_BTLK.dtype == torch.uint8 else -1
 
 
 def empty_micro_batch() -> MicroBatch:

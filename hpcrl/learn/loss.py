@@ -98,6 +98,8 @@ class LossSums(NamedTuple):
     kl_reference: Tensor
     """The recipe's estimate of KL(current || reference)."""
     entropy: Tensor
+    num_replayed: Tensor
+    """The tokens predicted with the experts that the engine chose (`train.router_replay`)."""
     ratio_bins: Tensor
     """The number of tokens in each bin of the log importance ratio."""
 
@@ -219,6 +221,7 @@ def compute_policy_loss(
             num_fresh=fresh_N.sum().float(),
             kl_reference=kl_N.detach().sum(),
             entropy=entropy_N.detach().sum(),
+            num_replayed=torch.zeros_like(loss.detach()),
             ratio_bins=_count_ratio_bins(log_is_N),
         )
     return loss, sums

@@ -81,6 +81,7 @@ def build_stability_charts(history: CampaignHistory) -> list[ReportChart]:
             "5th percentile": "is_ratio_p05", "median": "is_ratio_p50", "95th percentile": "is_ratio_p95",
         }),
         ("loss", "Loss", "loss", {"policy": "loss", "value": "value_loss"}),
+        ("replay", "Experts replayed", "share of tokens", {"the engine's experts": "replayed_fraction"}),
     )  # fmt: skip
     charts = [_chart_of_steps(steps, name, title, unit, fields) for name, title, unit, fields in wanted]
     return [chart for chart in charts if chart is not None]

@@ -105,6 +105,9 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The training rows: a trajectory has one for each conversation."""
     too_long_tokens: dict[str, int] = {}
     """The generated tokens in these rows, by domain."""
+    replayed_fraction: float | None = None
+    """The share of the tokens trained on that were predicted with the experts that the engine chose; None without
+    `train.router_replay`."""
 
 
 class WritableState(Protocol):

@@ -82,7 +82,8 @@ def compute_micro_batch_loss(
         fresh_N=micro.fresh_N,
         others=prior.others,
     )
-    return policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
+    loss, sums = policy_loss(logprobs_N, entropy_N=entropy_N, token_inputs=token_inputs, train=train)
+    return loss, sums._replace(num_replayed=micro.count_replayed()) if train.router_replay else sums
 
 
 def choose_temperature(train: TrainConfig, *, rollout: float) -> float:

@@ -114,7 +114,7 @@ def learn_rows(
     trainer.use_settings(train)
     executor = PipelineExecutor(train, RANK_NODES)
     rate = compute_learning_rate(step, train=train, peak=train.learning_rate)
-    result = LearnResult(LossSums.zero(trainer.world.device), learning_rate=rate)
+    result = LearnResult(LossSums.zero(trainer.world.device), learning_rate=rate, is_replayed=train.router_replay)
     work = StepWork(
         train=train,
         executor=executor,

@@ -44,6 +44,8 @@ class LearnResult:
     largest_batch: int = 0
     """The tokens of the largest micro-batch of any rank, padding included."""
     learning_rate: float = 0.0
+    is_replayed: bool = False
+    """True where routers replay the engine's choice of experts."""
     norms: list[float] = field(default_factory=list)
     value_losses: list[float] = field(default_factory=list)
 
@@ -86,6 +88,7 @@ class LearnResult:
             "kl_fresh": finite_or_none(first.kl_fresh.item() / (first.num_fresh.item() or math.nan)),
             "kl_reference": finite_or_none(self.sums.kl_reference.item() / tokens),
             "entropy": finite_or_none(self.sums.entropy.item() / tokens),
+            "replayed_fraction": finite_or_none(self.sums.num_replayed.item() / tokens) if self.is_replayed else None,
         }
 
 

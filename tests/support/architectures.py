@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpcrl.testing.ranks import run_ranks
+from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import CONTEXT, VOCABULARY, train_megatron, train_torch
 
 SIZES = {
@@ -83,3 +85,19 @@ def train_families(world, cases):
 def train_torch_families(world, cases):
     """Make a step of torch for each model directory and settings."""
     return [train_torch(world, model_dir, changed, last=1) for model_dir, changed in cases]
+
+
+def train_torch_ranks(directories, changed):
+    """Make a step of torch on one rank and on two; return the numbers by family and number of ranks."""
+    cases = [(str(path), changed) for path in directories.values()]
+    alone = train_torch_families(SINGLE_RANK, cases)
+    two = run_ranks(2, "tests.support.architectures:train_torch_families", cases)[0]
+    return {(family, num): found[at] for num, found in ((1, alone), (2, two)) for at, family in enumerate(directories)}
+
+
+def train_two_ranks(directories, changed, parallel):
+    """Make a step of two ranks of Megatron; return the numbers by family and name of the parallelism."""
+    keys = [(family, name) for family in directories for name in parallel]
+    cases = [(str(directories[family]), changed | parallel[name], None) for family, name in keys]
+    ranks = run_ranks(2, "tests.support.architectures:train_families", cases, timeout_s=800)
+    return dict(zip(keys, ranks[0], strict=True))

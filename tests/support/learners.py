@@ -19,6 +19,7 @@ from hpcrl.learn.batch import MicroBatch, empty_micro_batch
 from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.agents.episode_record import build_record
+from hpcrl.spool.routed_experts import NO_EXPERT_BYTE
 from hpcrl.testing import ranks
 from hpcrl.testing.learning import load_checkpoint, save_checkpoint
 from hpcrl.trainers.base import StepAbandonedError
@@ -130,6 +131,17 @@ def replayed_batch(model_dir, step=0, **sizes):
     return found
 
 
+def partly_replayed_batch(model_dir, step=0, **sizes):
+    """Make the same episodes without the experts of every sixth one, and of the first tokens of the next."""
+    found = replayed_batch(model_dir, step, **sizes)
+    for number, one in enumerate(found):
+        experts = None if number % 6 == 2 else np.array(one.experts)
+        if number % 6 == 3:
+            experts[: len(one) // 2] = NO_EXPERT_BYTE
+        found[number] = msgspec.structs.replace(one, experts=experts)
+    return found
+
+
 def settings(**changed):
     plain = {"num_steps": 9, "groups_per_step": 3, "learning_rate": 1e-3, "tokens_per_micro_batch": 128}
     return msgspec.convert({**plain, **changed}, TrainConfig)
@@ -150,6 +162,7 @@ def trained(trainer, *, first=1, last=5, make=batch):
         "kl_fresh": [metrics.kl_fresh for metrics in steps],
         "value_loss": [metrics.value_loss for metrics in steps],
         "num_tokens": [metrics.num_tokens for metrics in steps],
+        "replayed_fraction": [metrics.replayed_fraction for metrics in steps],
         "weights": weights,
     }
 
@@ -162,8 +175,8 @@ def train_torch(world, model_dir, changed, load_from=None, save_to=None, first=1
 
 
 def _choose_batch(model_dir, changed):
-    """Return the function that makes the episodes of a step, with experts where these are to be replayed."""
-    return partial(replayed_batch, Path(model_dir)) if changed.get("router_replay") else batch
+    """Return the function that makes the episodes of a step, with some experts where these are to be replayed."""
+    return partial(partly_replayed_batch, Path(model_dir)) if changed.get("router_replay") else batch
 
 
 def train_variants(world, model_dir, variants, sharding):

@@ -206,6 +206,7 @@ LINES = [
             times={"learn": 1.5, "publish": 0.1},
             num_rows=9,
             too_long_tokens={"lake": 5},
+            replayed_fraction=0.75,
             mfu=None,
             wait_s=0.4,
             lengths={"7": 8, "tokens": 900},
@@ -218,7 +219,7 @@ LINES = [
         '"kl_fresh": null, "kl_reference": null, "is_ratio_p05": 0.9, "is_ratio_p50": 1.0, "is_ratio_p95": 1.1, '
         '"value_loss": null, "learning_rate": 1e-05, "length_mean": 11.0, "length_max": 12, "lags": {"0": 6, '
         '"1": 2}, "imbalance": 1.0, "tokens_per_s": 45.0, "times": {"learn": 1.5, "publish": 0.1}, "num_rows": 9, '
-        '"too_long_tokens": {"lake": 5}, "mfu": null, "wait_s": 0.4, '
+        '"too_long_tokens": {"lake": 5}, "replayed_fraction": 0.75, "mfu": null, "wait_s": 0.4, '
         '"lengths": {"7": 8, "tokens": 900}',
     ),
     (

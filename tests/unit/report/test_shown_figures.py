@@ -32,6 +32,7 @@ CHARTED = {
     "clip": {"clipped": "clip_fraction", "truncated importance ratio": "is_truncated_fraction"},
     "ratio": {"5th percentile": "is_ratio_p05", "median": "is_ratio_p50", "95th percentile": "is_ratio_p95"},
     "loss": {"policy": "loss", "value": "value_loss"},
+    "replay": {"the engine's experts": "replayed_fraction"},
     "step-time": {"training": "step_s", "waiting for trajectories": "wait_s"},
     "lag": {"mean": "lag_mean", "largest": "lag_max"},
 }

@@ -16,7 +16,7 @@ from hpcrl.trainers.token_model import TokenModel
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.world import SINGLE_RANK, World
 from tests.support.families import DENSE_FAMILIES, EXPERT_FAMILIES, make_family_model
-from tests.support.learners import batch, replayed_batch, settings, trained
+from tests.support.learners import batch, partly_replayed_batch, settings, trained
 
 ranks.preload_module(__name__)
 
@@ -51,7 +51,7 @@ def train_parts(world, model_dir, changed, gradient=None):
         return clip()
 
     trainer.clip_gradient = keep_gradient
-    make = partial(replayed_batch, Path(model_dir)) if chosen.router_replay else batch
+    make = partial(partly_replayed_batch, Path(model_dir)) if chosen.router_replay else batch
     found = trained(trainer, last=2, make=make)
     if not world.rank and gradient:
         save_file(kept, gradient)
@@ -64,7 +64,7 @@ def train_all(world, cases):
 
 
 def check_same(found, expected, *, gradient, wanted):
-    for metric in ("skipped", "num_tokens"):
+    for metric in ("skipped", "num_tokens", "replayed_fraction"):
         assert found[metric] == expected[metric]
     for metric in ("loss", "grad_norm", "entropy"):
         assert found[metric] == pytest.approx(expected[metric], rel=CLOSE, abs=1e-6), metric

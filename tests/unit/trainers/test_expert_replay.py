@@ -21,7 +21,7 @@ from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
 from hpcrl.trainers.torch_model import load_causal, recompute_layers
 from tests.support.families import EXPERT_FAMILIES, make_close_model, make_family_model, perturb_routers
-from tests.support.learners import batch, make_model, replayed_batch, settings
+from tests.support.learners import batch, make_model, partly_replayed_batch, replayed_batch, settings
 from tests.support.trajectories import make_trajectory
 
 CLOSE = 2e-4
@@ -166,6 +166,27 @@ def test_tokens_without_a_choice_have_the_trainers(tmp_path):
         is_early = cut.mask_BT[0].nonzero()[:, 0] < len(one) - 20
         assert torch.allclose(cut_N[is_early], whole_N[is_early], atol=1e-6)
         assert not torch.allclose(cut_N[~is_early], whole_N[~is_early], atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+def test_a_step_reports_the_share_of_tokens_that_were_predicted_with_the_engines_experts(tmp_path, rows):
+    directory, step = make_family_model(tmp_path, "qwen3_moe"), {"step": 1, "version": 1}
+    made = partly_replayed_batch(directory)
+    num_known = num_tokens = 0
+    for one in made:
+        trained = np.flatnonzero(one.loss_mask[1:])  # each is predicted from the token before
+        num_tokens += len(trained)
+        num_known += 0 if one.experts is None else int((one.experts[trained, 0, 0] != 0xFF).sum())
+    assert 0 < num_known < num_tokens
+    several = {"rows": rows, "num_minibatches": 2, "epochs": 2}
+    trainer = TorchTrainer(directory, settings(router_replay=True, **several), seed=1)
+    metrics = trainer.train_step(made, **step)
+    assert metrics.num_tokens == num_tokens
+    assert metrics.replayed_fraction == pytest.approx(num_known / num_tokens)
+    assert trainer.train_step(batch(), **step).replayed_fraction == 0.0
+    assert trainer.train_step(replayed_batch(directory), **step).replayed_fraction == 1.0
+    plain = TorchTrainer(directory, settings(**several), seed=1)
+    assert plain.train_step(replayed_batch(directory), **step).replayed_fraction is None
 
 
 def test_a_policy_replays_and_its_reference_does_not(tmp_path):

@@ -66,6 +66,7 @@ def test_a_step_gives_the_loss_the_gradient_and_the_weights_of_one_rank(expected
 def check_same(mine, alone, *, what):
     for metric in ("loss", "grad_norm", "entropy"):
         assert mine[metric] == pytest.approx(alone[metric], rel=RELATIVE, abs=1e-6), (what, metric)
+    assert mine["replayed_fraction"] == alone["replayed_fraction"], what
     assert mine["weights"].keys() == alone["weights"].keys()
     for tensor, numbers in alone["weights"].items():
         assert mine["weights"][tensor] == pytest.approx(numbers, rel=RELATIVE, abs=1e-5), (what, tensor)

@@ -5,7 +5,13 @@ import pytest
 from hpcrl.errors import TrainError
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
-from tests.support.architectures import make_families, make_small, train_torch_families
+from tests.support.architectures import (
+    make_families,
+    make_small,
+    train_torch_families,
+    train_torch_ranks,
+    train_two_ranks,
+)
 from tests.support.learners import settings
 from tests.support.megatron import skip_without_megatron
 from tests.unit.trainers.megatron.test_megatron_model import check_same
@@ -27,22 +33,22 @@ def directories(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(directories):
     """Return the numbers of torch by family and number of ranks."""
-    cases = [(str(directories[family]), REPLAYED) for family in FAMILIES]
-    alone = train_torch_families(SINGLE_RANK, cases)
-    two = run_ranks(2, "tests.support.architectures:train_torch_families", cases)[0]
-    return {(family, num): found[at] for num, found in ((1, alone), (2, two)) for at, family in enumerate(FAMILIES)}
+    return train_torch_ranks(directories, REPLAYED)
 
 
 @pytest.fixture(scope="module")
 def found(directories):
-    cases = [(str(directories[family]), REPLAYED | PARALLEL[name], None) for family, name in CASES]
-    ranks = run_ranks(2, "tests.support.architectures:train_families", cases, timeout_s=800)
-    return dict(zip(CASES, ranks[0], strict=True))
+    return train_two_ranks(directories, REPLAYED, PARALLEL)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_step_that_replays_gives_the_numbers_of_torch(expected, found, family, name):
     check_same(found[family, name], expected[family, NUM_COPIES.get(name, 1)], what=f"{family} {name}")
+
+
+def test_some_tokens_of_the_step_are_predicted_with_the_engines_experts_and_others_are_not(expected):
+    for numbers in expected.values():
+        assert 0.5 < numbers["replayed_fraction"][0] < 0.95
 
 
 @pytest.mark.parametrize("family", FAMILIES)
