@@ -428,8 +428,8 @@ class TrainingLoop:
     def _publish_above(self, newest: int | None) -> None:
         """Publish the weights as a version above all others: those after the checkpoint are obsolete.
 
-        It is as far above the newest as that is above the checkpoint, so that an episode's lag is at least the number of
-        updates that separate its policy from these weights.
+        It is as far above the newest as that is above the checkpoint, so that the lag of an episode is at least the
+        number of updates that separate its policy from these weights.
         """
         if newest is not None and newest >= self.version:
             num_lost = min(newest - self.version, self.context.recipe.rollout.max_lag + 1)
