@@ -25,7 +25,7 @@ from hpcrl.config.toml import suggest_name
 from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.hardware.architecture import QUANTISED_ADVICE, read_rope_factor
-from hpcrl.models.weight_headers import check_weight_files, check_weight_names
+from hpcrl.models.weight_headers import check_served_files, check_weight_files, check_weight_names
 from hpcrl.plan.checks import check_lengths
 from hpcrl.system.files import is_directory, is_file, read_json
 
@@ -84,6 +84,12 @@ def check_model(recipe: Recipe) -> None:
     except ConfigError:
         if not all(map(_may_be_program, recipe.domains.values())):
             raise
+
+
+def reads_weight_files(engine: EngineConfig) -> bool:
+    """Return whether a judge's engine reads the files of its model: it may have made-up weights, or a named loader."""
+    names_loader = any(argument.startswith(("--load-format", "--load_format")) for argument in engine.vllm_args)
+    return engine.backend == "embedded" or (engine.backend == "vllm" and not names_loader)
 
 
 def explain_missing_config(setting: str, path: str) -> str:
@@ -222,6 +228,11 @@ def _check_judge(table: str, judge: JudgeConfig) -> None:
             f'{table}.engine.backend = "vllm", which serves reward models, or choose a model whose architecture ends '
             f"in {' or '.join(GENERATING_MODELS)}"
         )
+    if judge.engine.backend == "vllm" and reads_weight_files(judge.engine):
+        check_served_files(f"{table}.path", path)
+    elif judge.engine.backend == "embedded":
+        check_weight_files(f"{table}.path", path)
+        check_weight_names(f"{table}.path", path, fields)
     if generates and judge.engine.backend != "vllm":
         template = load_chat_template(path, judge)
         _check_template_kwargs(

@@ -23,7 +23,7 @@ from tempfile import NamedTemporaryFile, TemporaryFile
 import msgspec
 
 from hpcrl.campaign import directory
-from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config
+from hpcrl.campaign.model_check import MISSING_PACKAGE, explain_missing_config, reads_weight_files
 from hpcrl.campaign.request import CampaignRequest
 from hpcrl.campaign.staged_files import PULLED_IMAGES, advise_staging, find_staging_dir
 from hpcrl.config.program import is_registry_image
@@ -32,6 +32,7 @@ from hpcrl.config.site import Site
 from hpcrl.envs.program_files import SUBJECT_END, ProblemJudge
 from hpcrl.envs.task_set import check_task_set
 from hpcrl.errors import ConfigError, SlurmError
+from hpcrl.models.weight_headers import has_served_files, has_weight_files
 from hpcrl.plan.storage import forecast_storage, judge_free_space
 from hpcrl.slurm import submit as slurm
 from hpcrl.system.exit_codes import EXIT_DONE, EXIT_USAGE, describe_end
@@ -91,9 +92,26 @@ def check_request(request: CampaignRequest) -> list[str]:
     files = check_site_files(request)
     if unchecked := run_model_check(request):
         raise ConfigError(unchecked)
+    _require_weights(request)
     space = check_free_space(request)
     notes = [*_list_missing_keys(request), *_list_idle_parts(request.recipe), *files, *space]
     return [*notes, *run_length_check(request), *_check_user_code(request)]
+
+
+def _require_weights(request: CampaignRequest) -> None:
+    """Raise ConfigError for a model whose directory has no weights, which are not needed for a plan."""
+    recipe = request.recipe
+    engines = {f"judge.{name}.path": judge.engine for name, judge in recipe.judge.items()}
+    for setting, model in (recipe.served_models | recipe.further_models).items():
+        engine, path = engines.get(setting), Path(model)
+        if engine is not None and not reads_weight_files(engine):
+            continue
+        is_for_vllm = engine is not None and engine.backend == "vllm"
+        if not (has_served_files(path) if is_for_vllm else has_weight_files(setting, path)):
+            raise ConfigError(
+                f"{setting} = {model!r} has no weights (*.safetensors): download them too, or name the model by its "
+                f"id on the hub: {advise_staging(request.shown_recipe, request.site.name, ())}"
+            )
 
 
 def check_site_files(request: CampaignRequest) -> list[str]:

@@ -1,6 +1,8 @@
 """The safetensors files of a model directory, checked without torch.
 
 check_weight_files    they are all there, and whole
+check_served_files    the same of a model that only vLLM reads, also from files without an index
+has_weight_files, has_served_files    there are any, without which there can be a plan
 check_weight_names    their names and shapes are those of the model in config.json
 """
 
@@ -16,6 +18,8 @@ from hpcrl.system.json_records import decode_record
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+SERVED_FILES = ("*.safetensors", "*.bin", "*.pt")
+"""The files that vLLM reads; it runs no code of pickled ones."""
 _LENGTH = struct.Struct("<Q")
 """The bytes of the header, at the start of a file."""
 _MAX_HEADER_BYTES = 100 << 20
@@ -25,12 +29,33 @@ _COMPARED_BYTES = 1 << 20
 """The start of the table of words and of the output layer: heads that were trained apart differ there already."""
 
 
+def has_weight_files(setting: str, directory: Path) -> bool:
+    """Return whether there are files that trainers and the embedded engine read; raise ConfigError if only others."""
+    return bool(_list_files(setting, directory))
+
+
+def has_served_files(directory: Path) -> bool:
+    """Return whether there are files that vLLM reads."""
+    return any(True for pattern in SERVED_FILES for _ in directory.glob(pattern))
+
+
 def check_weight_files(setting: str, directory: Path) -> None:
     """Raise ConfigError for a file that is named and absent, of another size than its header has, or pickled.
 
     A directory without files of weights is enough for a plan.
     """
-    for path in _list_files(setting, directory):
+    _check_whole(setting, directory, _list_files(setting, directory))
+
+
+def check_served_files(setting: str, directory: Path) -> None:
+    """Raise ConfigError for a safetensors file that is named and absent, or of another size than its header has."""
+    has_index = (directory / INDEX_FILE).exists()
+    files = _list_files(setting, directory) if has_index else sorted(directory.glob("*.safetensors"))
+    _check_whole(setting, directory, files)
+
+
+def _check_whole(setting: str, directory: Path, files: list[Path]) -> None:
+    for path in files:
         try:
             problem = _find_damage(path)
         except OSError as error:

@@ -1,6 +1,7 @@
 """What would refuse a model in the job is refused on the login node, in one line and without torch."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hpcrl.campaign import submission_checks
 from hpcrl.campaign.model_check import check_model
 from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign.submission import submit
-from hpcrl.campaign.submission_checks import check_request, run_model_check
+from hpcrl.campaign.submission_checks import check_plan, check_request, run_model_check
 from hpcrl.errors import ConfigError, HpcrlError, PlanError
 from hpcrl.models.weight_headers import INDEX_FILE
 from hpcrl.testing.model_templates import FAMILIES, save_family
@@ -149,8 +150,8 @@ def test_parallelism_that_does_not_divide_the_model_is_refused(model: Path, home
 def test_weights_that_are_absent_or_cut_are_refused_before_the_queue(
     model: Path, home: Path, change: Callable[[Path], object], problem: str
 ) -> None:
-    file, header = model / "model-1.safetensors", b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
-    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    file = model / "model-1.safetensors"
+    write_tensor(file)
     (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": file.name}}))
     check_model(request_of(model).recipe)
     change(file)
@@ -184,6 +185,68 @@ def test_a_judge_that_a_job_could_not_serve_is_refused(
     request = load_request("quickstart", site="local", settings=(f'judge.grader.path="{judge}"', *settings))
     with pytest.raises(ConfigError, match=problem):
         check_request(request)
+
+
+def write_tensor(file: Path) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+TEACHES = ('train.kl="k1"', 'train.kl_in="reward"')
+SERVED_BY_VLLM = 'judge.grader.engine.backend="vllm"'
+DUMMY = 'judge.grader.engine.vllm_args=["--load-format=dummy"]'
+
+
+@pytest.mark.parametrize(
+    ("setting", "more"),
+    [
+        ("model.path", ()),
+        ("model.path", ('engine.backend="sim"',)),
+        ("judge.grader.path", ()),
+        ("judge.grader.path", (SERVED_BY_VLLM,)),
+        ("teacher.path", TEACHES),
+    ],
+)
+def test_a_directory_without_weights_is_planned_and_not_submitted(
+    model: Path, tiny_model_dir: Path, tmp_path: Path, home: Path, setting: str, more: tuple[str, ...]
+) -> None:
+    folder = model
+    if setting == "teacher.path":  # it has the tokens of the policy
+        folder = tmp_path / "teacher"
+        shutil.copytree(tiny_model_dir, folder)
+        (folder / "model.safetensors").unlink()
+    request = load_request("quickstart", site="local", settings=(f'{setting}="{folder}"', *more))
+    check_plan(request)
+    with pytest.raises(ConfigError, match=rf"^{setting} = .* has no weights .*`hpcrl stage quickstart --site local"):
+        check_request(request)
+    write_tensor(folder / "model.safetensors")
+    check_request(request)
+
+
+@pytest.mark.parametrize("more", ['judge.grader.engine.backend="sim"', f"{SERVED_BY_VLLM} {DUMMY}"])
+def test_a_judge_whose_engine_reads_no_weights_needs_none(model: Path, home: Path, more: str) -> None:
+    settings = (f'judge.grader.path="{model}"', *more.split())
+    (model / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
+    check_request(load_request("quickstart", site="local", settings=settings))
+
+
+@pytest.mark.parametrize("backend", ["embedded", "vllm"])
+def test_weights_of_a_judge_that_are_cut_are_refused(model: Path, home: Path, backend: str) -> None:
+    settings = (f'judge.grader.path="{model}"', f'judge.grader.engine.backend="{backend}"')
+    recipe, file = load_request("quickstart", site="local", settings=settings).recipe, model / "model.safetensors"
+    write_tensor(file)
+    check_model(recipe)
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(ConfigError, match=r"^judge\.grader\.path = .*has \d+ bytes, and \d+ by its header: download"):
+        check_model(recipe)
+
+
+def test_vllm_reads_pickled_weights_of_a_judge(model: Path, home: Path) -> None:
+    (model / "pytorch_model.bin").write_bytes(b"pickled")
+    settings = [f'judge.grader.path="{model}"']
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin alone"):
+        check_model(load_request("quickstart", site="local", settings=tuple(settings)).recipe)
+    check_request(load_request("quickstart", site="local", settings=(*settings, SERVED_BY_VLLM)))
 
 
 def test_a_judge_on_another_machine_is_planned_with_a_note(tmp_path: Path, home: Path) -> None:
