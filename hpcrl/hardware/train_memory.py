@@ -412,10 +412,12 @@ class NodeMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The shared memory of the versions of the weights that engines read."""
     state: float
     """The weights, gradients and moments of the ranks, with train.offload."""
+    experts: float
+    """The experts that engines chose for the tokens of a step, with train.router_replay."""
 
     @property
     def total(self) -> float:
-        return self.processes + self.snapshot + self.window + self.state
+        return self.processes + self.snapshot + self.window + self.state + self.experts
 
 
 def estimate_node_memory(
@@ -425,10 +427,12 @@ def estimate_node_memory(
     num_ranks: int,
     published_dtype: str | None,
     num_published: int | None = None,
+    choices: float = 0.0,
 ) -> NodeMemory:
     """Estimate the host memory of a node with this many of the ranks, which are on GPUs.
 
     Nothing is published without a `published_dtype`; `num_published` is the number of values, by default all weights.
+    `choices` are the bytes of experts to replay that each rank has.
 
     Each rank reads its slices of the model's files, so that loading needs less than the snapshot. A model that is not
     sharded is saved and published by one rank, whose node this is.
@@ -443,4 +447,5 @@ def estimate_node_memory(
         snapshot=saved,
         window=window * share,
         state=num_ranks * (on_gpu.weights + on_gpu.gradients + on_gpu.optimizer) * setup.is_offloaded,
+        experts=num_ranks * choices,
     )

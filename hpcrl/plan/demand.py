@@ -10,6 +10,7 @@ deal_gpus                    the GPUs of one node, dealt to its roles
 count_dealt_gpus             how many these are
 count_published              the values of a version of the weights
 compute_window_gib           the shared memory of weights on one node
+count_episodes, average_episode  the episodes of a training step, and the turns and tokens of one
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 make_megatron_setup          the same of trainer "megatron"
 estimate_trainer_node        the host memory of a node of the trainer
@@ -21,7 +22,7 @@ DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 import msgspec
@@ -110,7 +111,7 @@ def compute_step_gib(role: RoleName, recipe: Recipe, *, workers_per_node: int, h
     workers_gib = workers_per_node * recipe.role_resources(role).mem_gib_per_worker
     held = estimate_trainer_node(recipe, num_ranks=workers_per_node) if role == "train" else None
     if held is not None:
-        workers_gib = max(workers_gib, (held.processes + held.snapshot) / memory_model.GIB)
+        workers_gib = max(workers_gib, (held.processes + held.snapshot + held.experts) / memory_model.GIB)
         window_gib = held.window / memory_model.GIB
     else:
         window_gib = compute_window_gib(recipe) * (loads_weights and (has_couriers or role == "train"))
@@ -164,6 +165,24 @@ def count_published(recipe: Recipe) -> int | None:
     return recipe.model.num_weights
 
 
+def count_episodes(recipe: Recipe) -> int:
+    """Return the episodes of a training step."""
+    return recipe.train.groups_per_step * recipe.rollout.group_size if recipe.has_rollouts else 0
+
+
+def average_episode(recipe: Recipe) -> tuple[float, float]:
+    """Return the turns and tokens of an episode, by the usual lengths of the domains that are trained."""
+    domains = [domain for domain in recipe.domains.values() if not domain.held_out]
+    weights, turns, tokens = 0.0, 0.0, 0.0
+    longest = recipe.max_context or inf
+    for domain in domains:
+        reply = domain.usual_reply_tokens or domain.max_new_tokens or recipe.rollout.max_new_tokens
+        weights += domain.weight
+        turns += domain.weight * domain.max_turns
+        tokens += domain.weight * min(domain.max_turns * (domain.usual_prompt_tokens + reply), longest)
+    return (turns / weights, tokens / weights) if weights else (0.0, 0.0)
+
+
 def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
     """Return the settings that decide what a rank of trainer "torch" holds."""
     train, num_ranks = recipe.train, recipe.resources.train.num_workers
@@ -201,12 +220,17 @@ def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | Non
     setup = make_rank_setup(recipe, has_recompute=False)
     if recipe.train.trainer == "megatron":  # all its ranks save and publish a share
         setup = msgspec.structs.replace(setup, is_sharded=setup.num_ranks > 1)
+    choices = 0.0
+    if recipe.train.router_replay:  # of a step's rows, in the micro-batches of each rank that has them
+        _, num_tokens = average_episode(recipe)
+        choices = shape.choice_bytes * num_tokens * count_episodes(recipe) / max(recipe.num_train_shares, 1)
     return estimate_node_memory(
         shape,
         setup,
         num_ranks=num_ranks,
         published_dtype=choose_published_dtype(recipe, recipe.model.config) if recipe.has_rollouts else None,
         num_published=count_published(recipe),
+        choices=choices,
     )
 
 

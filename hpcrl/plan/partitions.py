@@ -258,7 +258,8 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
         advice = f"raise {table}.num_workers"
     else:
         advice = f'set train.sharding = "full" and raise {table}.num_workers'
+    experts = f", {held.experts / memory_model.GIB:.0f} for experts to replay" * (held.experts > 0)
     return (
         f"{needs}, {held.window / memory_model.GIB:.0f} of them shared memory for two versions of the weights and "
-        f"{held.snapshot / memory_model.GIB:.0f} for the snapshot of a checkpoint, and {has}: {advice}"
+        f"{held.snapshot / memory_model.GIB:.0f} for the snapshot of a checkpoint{experts}, and {has}: {advice}"
     )

@@ -18,7 +18,7 @@ from hpcrl.hardware.cost_model import TrainingWork, estimate_step_s, make_model_
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.memory_model import BYTES_FP32, GIB, compute_window_bytes
 from hpcrl.hardware.train_memory import count_trained_params
-from hpcrl.plan.demand import count_published, make_rank_setup
+from hpcrl.plan.demand import average_episode, count_episodes, count_published, make_rank_setup
 
 DAY_S = 86400.0
 TOKEN_BYTES, TEACHER_TOKEN_BYTES = 13, 4
@@ -129,7 +129,7 @@ def forecast_storage(recipe: Recipe, *, train_gpu: GpuModel | None = None) -> St
         num_checkpoints=train.keep_checkpoints + 1,
         milestones_gib=train.keep_best * num_trained * BYTES_FP32 / GIB,
         versions_gib=two_versions / 2 * train.keep_versions / GIB,
-        trajectories_gib=_estimate_trajectory_bytes(recipe) * _count_episodes(recipe) / GIB,
+        trajectories_gib=_estimate_trajectory_bytes(recipe) * count_episodes(recipe) / GIB,
         num_steps=train.num_steps,
         num_waiting=num_waiting,
         num_archived=min(num_kept, train.num_steps - num_waiting),
@@ -175,25 +175,8 @@ def judge_free_space(forecast: StorageForecast, *, free_gib: float, place: str) 
     )
 
 
-def _count_episodes(recipe: Recipe) -> int:
-    return recipe.train.groups_per_step * recipe.rollout.group_size if recipe.has_rollouts else 0
-
-
-def _average_episode(recipe: Recipe) -> tuple[float, float]:
-    """Return the turns and tokens of an episode, by the usual lengths of the domains that are trained."""
-    domains = [domain for domain in recipe.domains.values() if not domain.held_out]
-    weights, turns, tokens = 0.0, 0.0, 0.0
-    longest = recipe.max_context or inf
-    for domain in domains:
-        reply = domain.usual_reply_tokens or domain.max_new_tokens or recipe.rollout.max_new_tokens
-        weights += domain.weight
-        turns += domain.weight * domain.max_turns
-        tokens += domain.weight * min(domain.max_turns * (domain.usual_prompt_tokens + reply), longest)
-    return (turns / weights, tokens / weights) if weights else (0.0, 0.0)
-
-
 def _estimate_trajectory_bytes(recipe: Recipe) -> float:
-    num_turns, num_tokens = _average_episode(recipe)
+    num_turns, num_tokens = average_episode(recipe)
     each = TOKEN_BYTES + TEACHER_TOKEN_BYTES * (recipe.teaching_judge is not None)
     if recipe.train.router_replay and recipe.model.config:
         each += read_architecture(recipe.model.config).choice_bytes
@@ -204,10 +187,10 @@ def _estimate_step_s(recipe: Recipe, gpu: GpuModel | None) -> float | None:
     """Estimate a training step of all its GPUs, the least that the step of a campaign takes; None if unknown."""
     shape, resources = recipe.model.architecture, recipe.resources.train
     num_gpus = resources.num_workers * resources.gpus_per_worker
-    _, num_tokens = _average_episode(recipe)
+    _, num_tokens = average_episode(recipe)
     if gpu is None or gpu.bf16_tflops is None or shape is None or not num_gpus or not num_tokens:
         return None
     work = TrainingWork(
-        num_tokens=_count_episodes(recipe) * num_tokens * recipe.train.epochs, mean_length=num_tokens, num_gpus=num_gpus
+        num_tokens=count_episodes(recipe) * num_tokens * recipe.train.epochs, mean_length=num_tokens, num_gpus=num_gpus
     )
     return estimate_step_s(gpu, shape=make_model_shape(shape), work=work)

@@ -85,6 +85,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     node_window_gib: float
     node_state_gib: float
     """Weights, gradients and moments, with train.offload; weights and moments where engines have the GPUs at times."""
+    node_experts_gib: float = 0.0
+    """The experts that engines chose for the tokens of a step, with train.router_replay."""
     node_free_gib: float
     """Host memory of the node that nothing is reserved for."""
 
@@ -96,7 +98,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def node_gib(self) -> float:
         """The host memory that the trainer needs on each node."""
-        return self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib + self.node_state_gib
+        held = self.node_processes_gib + self.node_snapshot_gib + self.node_window_gib
+        return held + self.node_state_gib + self.node_experts_gib
 
     @property
     def most_tokens_how(self) -> str:
@@ -118,6 +121,7 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
         }
         shown = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib >= 0.05)
         state = f"weights, gradients and optimizer {self.node_state_gib:.0f}, " * (self.node_state_gib > 0)
+        experts = f", experts to replay {self.node_experts_gib:.1f}" * (self.node_experts_gib >= 0.05)
         again = "layers are recomputed" if self.recompute else "all activations are kept"
         return [
             f"each GPU of the trainer ({self.gpu}) holds {self.gpu_gib:.1f} of {self.usable_gib:.1f} usable GiB: "
@@ -125,8 +129,8 @@ class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
             f"that is with {self.num_tokens} tokens in a micro-batch, and {again}; {self.free_gib:.1f} GiB are left, "
             f"and {self.most_tokens} tokens would fit{self.most_tokens_how}",
             f"each node of the trainer holds {self.node_gib:.0f} GiB: {state}processes {self.node_processes_gib:.0f}, "
-            f"snapshot of a checkpoint {self.node_snapshot_gib:.0f}, weight window {self.node_window_gib:.0f}; "
-            f"{self.node_free_gib:.0f} GiB are left",
+            f"snapshot of a checkpoint {self.node_snapshot_gib:.0f}, weight window {self.node_window_gib:.0f}"
+            f"{experts}; {self.node_free_gib:.0f} GiB are left",
         ]
 
 
@@ -178,6 +182,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
         node_snapshot_gib=_to_gib(node.snapshot),
         node_window_gib=_to_gib(node.window),
         node_state_gib=_to_gib(node.state + asleep),
+        node_experts_gib=_to_gib(node.experts),
         node_free_gib=_to_gib(site.partitions[choice.partition].mem_gib_per_node * GIB - node.total - asleep),
     )
 

@@ -11,10 +11,9 @@ from hpcrl.campaign.submission_checks import check_plan, check_request
 from hpcrl.config.recipe import Recipe
 from hpcrl.errors import ConfigError
 from hpcrl.hardware.architecture import read_architecture
+from hpcrl.plan.demand import average_episode, count_episodes
 from hpcrl.plan.storage import (
     StorageForecast,
-    _average_episode,
-    _count_episodes,
     forecast_storage,
     judge_free_space,
     warn_late_retirement,
@@ -58,7 +57,7 @@ def test_the_experts_of_tokens_are_counted_where_they_are_recorded() -> None:
         need = forecast_storage(recipe)
         assert need is not None
         found.append(need.trajectories_gib)
-    num_tokens = _average_episode(recipe)[1] * _count_episodes(recipe)
+    num_tokens = average_episode(recipe)[1] * count_episodes(recipe)
     assert (found[1] - found[0]) * GIB == pytest.approx(48 * 8 * num_tokens)
 
 

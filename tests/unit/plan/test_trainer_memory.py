@@ -1,11 +1,12 @@
 """What the plan finds of the memory of the trainer, and what it refuses, for Qwen3-8B on nodes of four A100."""
 
+import itertools
 import re
 
 import pytest
 
 from hpcrl.errors import PlanError
-from hpcrl.plan.demand import compute_node_needs
+from hpcrl.plan.demand import average_episode, compute_node_needs, count_episodes
 from hpcrl.plan.plan import Plan
 from hpcrl.plan.trainer_memory import TrainerMemory, advise_on_shortage
 from tests.support.plans import make_recipe, plan_recipe
@@ -79,6 +80,30 @@ def test_a_mixture_of_experts_of_30b_on_sixteen_nodes_has_room_for_16k_tokens() 
     memory = plan_recipe(*VLLM, *QWEN3_30B, *settings, site="perlmutter").train_memory
     assert memory is not None
     assert memory.gpu_gib == pytest.approx(19.2, abs=0.3), "as `python -m bench.memory` measures it"
+
+
+def test_experts_to_replay_are_in_the_host_memory_of_every_rank_that_reads_their_rows() -> None:
+    """The ranks of a context-parallel group read the same rows."""
+    engines = ("resources.prefill.num_workers=0", "resources.decode.gpus_per_worker=4")
+    steps = ("train.groups_per_step=64", "engine.max_model_len=16384", "resources.train.num_workers=64")
+    model = ("engine.backend=vllm", "model.path=some/model", *QWEN3_30B, "rollout.max_new_tokens=8192")
+    settings = (*model, *BF16_SHARDS, *engines, *steps)
+    found = []
+    for more in ((), ("train.router_replay=true",), ("train.router_replay=true", "train.context_parallel=4")):
+        plan = plan_recipe(*settings, *more, site="perlmutter")
+        assert plan.train_memory is not None
+        found.append((plan.train_memory, plan.role("train").step_mem_gib))
+    recipe = make_recipe(*settings)
+    num_tokens = average_episode(recipe)[1] * count_episodes(recipe)
+    assert num_tokens > 64 * 8192
+    on_node = 48 * 8 * num_tokens * 4 / 64 / 2**30
+    assert [memory.node_experts_gib for memory, _ in found] == pytest.approx([0, on_node, 4 * on_node], abs=0.01)
+    for (plain, _), (memory, _) in itertools.pairwise(found):
+        more_gib = memory.node_experts_gib - plain.node_experts_gib
+        assert memory.node_gib == pytest.approx(plain.node_gib + more_gib, abs=0.02)
+        assert memory.node_free_gib == pytest.approx(plain.node_free_gib - more_gib, abs=0.02)
+    assert found[2][1] > found[0][1], "Slurm's limit for the step too"
+    assert f"experts to replay {4 * on_node:.1f}; " in " ".join(found[2][0].describe())
 
 
 def test_what_the_recipe_leaves_open_is_chosen_so_that_it_fits() -> None:
