@@ -217,7 +217,8 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         "layers that are gathered or copied": need.memory.gathers,
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
-    advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
+    num_gpus = site.partitions[choice.partition].gpus_per_node
+    advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens, gpus_per_node=num_gpus)
     is_torch = recipe.train.trainer == "torch"
     if is_torch and not recipe.train.offload and recipe.resources.train.num_workers > 1:
         settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
@@ -227,7 +228,6 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         if fits and node is not None and node.total <= site.partitions[choice.partition].mem_gib_per_node * GIB:
             advice.append(_show_settings(settings))
     if not advice and is_torch:
-        num_gpus = site.partitions[choice.partition].gpus_per_node
         advice = _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=num_gpus)
     advice = advice or ["choose a site whose GPUs have more memory, or a smaller model"]
     return (
@@ -465,11 +465,15 @@ def _show_parts(parts: Mapping[str, float]) -> str:
     return ", ".join(f"{part / GIB:.0f} for {name}" for name, part in parts.items() if part > GIB / 2)
 
 
-def _list_advice(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> list[str]:
+def _list_advice(
+    recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int, gpus_per_node: int
+) -> list[str]:
     """List the changes after each of which the micro-batch fits; the fewest settings first."""
     found, is_megatron = [], recipe.train.trainer == "megatron"
-    kinds = [_list_megatron_changes] if is_megatron else [_list_changes, _list_context_changes]
-    for changes in (list_changes(recipe) for list_changes in kinds):
+    kinds = [_list_changes(recipe), _list_context_changes(recipe)]
+    if is_megatron:
+        kinds = [_list_megatron_changes(recipe, gpus_per_node=gpus_per_node)]
+    for changes in kinds:
         for settings in changes:
             tried = _list_choices(_change_recipe(recipe, settings))
             needs = (_compute_need(each, shape, num_bytes=num_bytes, num_tokens=num_tokens) for each in tried)
@@ -535,8 +539,11 @@ def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         more *= 2
 
 
-def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
-    """Yield settings to try for trainer "megatron": first recomputation, then parallelism of more and more ranks."""
+def _list_megatron_changes(recipe: Recipe, *, gpus_per_node: int) -> Iterator[dict[str, Any]]:
+    """Yield settings to try for trainer "megatron": first recomputation, then parallelism of more and more ranks.
+
+    Those that share a layer stay on one node.
+    """
     train, shape, num_ranks = recipe.train, recipe.model.architecture, recipe.resources.train.num_workers
     again: dict[str, Any] = {"train.recompute": "auto"} if train.recompute is False else {}
     if again:
@@ -545,8 +552,10 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         return
     now, found = train.degrees.settings, []
     for degrees in list_recipe_divisions(recipe, shape):
-        num, numbers = degrees.num_divided, list(degrees.settings.values())
-        found.append((-(-num_ranks // num) * num, sum(numbers), numbers))
+        divided, numbers = degrees.num_divided, list(degrees.settings.values())
+        num = -(-num_ranks // divided) * divided
+        if degrees.tensor == train.degrees.tensor or num <= gpus_per_node or gpus_per_node % degrees.tensor == 0:
+            found.append((num, sum(numbers), numbers))
     for num, _, numbers in sorted(found):
         new = dict(zip(now, numbers, strict=True))
         settings = {f"train.{name}": new[name] for name in now if new[name] != now[name]}
@@ -559,17 +568,16 @@ def _list_megatron_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
 
 def _advise_on_megatron(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, gpus_per_node: int) -> list[str]:
     """Advise trainer "megatron" where it takes the recipe, with more ranks if needed; the plan chooses open degrees."""
-    changed = _change_recipe(recipe, {"train.trainer": "megatron", "train.sharding": "auto"})
+    given: dict[str, Any] = {"train.trainer": "megatron"}
+    if recipe.train.sharding == "full":  # which it refuses
+        given["train.sharding"] = "auto"
+    changed = _change_recipe(recipe, {"train.sharding": recipe.train.sharding} | given)
     if shape.family not in MEGATRON_FAMILIES or find_megatron_conflict(changed.train) is not None:
         return []
-    given: dict[str, Any] = {"train.trainer": "megatron"}
-    if recipe.train.sharding != "auto":
-        given["train.sharding"] = "auto"
     open_degrees = {f"train.{name}_parallel" for name in DEGREES if getattr(recipe.train, f"{name}_parallel") == "auto"}
-    for settings in ({}, *_list_megatron_changes(changed)):
-        tried = _change_recipe(changed, {"train.sharding": "auto"} | settings)
-        is_within_node = tried.train.degrees.tensor <= gpus_per_node
-        if is_within_node and find_share_conflict(tried) is None and _has_room(tried, shape, num_bytes=num_bytes):
+    for settings in ({}, *_list_megatron_changes(changed, gpus_per_node=gpus_per_node)):
+        tried = _change_recipe(changed, {"train.sharding": changed.train.sharding} | settings)
+        if find_share_conflict(tried) is None and _has_room(tried, shape, num_bytes=num_bytes):
             shown = {name: value for name, value in settings.items() if name not in open_degrees}
             return [_show_settings(given | shown)]
     return []

@@ -414,6 +414,28 @@ def test_a_refusal_of_megatron_names_a_parallelism_that_fits() -> None:
     assert find_memory("train.trainer=megatron", *settings).free_gib > 0
 
 
+ONE_LAYER = (
+    *("model.config.model_type=llama", "model.config.hidden_size=32768", "model.config.intermediate_size=98304"),
+    *("model.config.num_hidden_layers=1", "model.config.num_attention_heads=256", "model.config.vocab_size=128256"),
+    *("model.config.num_key_value_heads=8", "model.config.max_position_embeddings=131072", "train.precision=bf16"),
+    *("train.trainer=megatron", "train.groups_per_step=128", "engine.max_model_len=4096"),
+    *("resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4"),
+)
+
+
+def test_ranks_that_share_a_layer_are_advised_within_a_node() -> None:
+    with pytest.raises(PlanError) as caught:
+        plan_recipe(*VLLM, *ONE_LAYER, site="perlmutter")
+    (advice,) = re.findall(r": set (.*?)(?:, or |$)", str(caught.value))
+    settings = dict(setting.split(" = ") for setting in advice.split(" and "))
+    assert settings["train.tensor_parallel"] == "4", "the GPUs of a node"
+    assert int(settings["resources.train.num_workers"]) >= 8, "more than one node has"
+    changes = [f"{name}={value}" for name, value in settings.items()]
+    memory = plan_recipe(*VLLM, *ONE_LAYER, *changes, site="perlmutter").train_memory
+    assert memory is not None
+    assert memory.free_gib >= 0
+
+
 def test_more_ranks_are_advised_with_the_groups_that_the_plan_would_make_of_them() -> None:
     settings = (*LLAMA_70B, *VLLM, "train.trainer=torch", "engine.max_model_len=65536")
     with pytest.raises(PlanError, match=r": set resources.train.num_workers = 32$"):
@@ -428,7 +450,7 @@ def test_more_ranks_are_advised_with_the_groups_that_the_plan_would_make_of_them
         (("train.sharding=full", "resources.train.num_workers=64"), '"megatron" and train.sharding = "auto"'),
         (
             ("train.sharding=none", "train.context_parallel=2", "resources.train.num_workers=2"),
-            '"megatron" and train.sharding = "auto" and resources.train.num_workers = 24',
+            '"megatron" and resources.train.num_workers = 24',
         ),
     ],
 )
