@@ -26,8 +26,10 @@ DENSE_INNER_PARTS = 5
 """Tensors of the inner size that an MLP keeps: both factors and their joint tensor, the activated one, the product."""
 EXPERT_INNER_PARTS = 6
 """Tensors of the inner size that an expert keeps, whose product is weighted too."""
-EXPERT_OUTPUT_PARTS = 5
-"""Tensors of all outputs of experts at the end of a layer: by expert, by rank, in the order of tokens."""
+EXPERT_ENDED_PARTS, EXCHANGED_ENDED_PARTS = 3, 4
+"""Tensors of all inputs or outputs of experts at the end of a layer, beside the inputs that are kept: inputs in the
+order of tokens, outputs of each expert and together. With expert parallelism: inputs in the order of tokens and as they
+were received, outputs together and by rank."""
 CHUNK_BUFFERS = 3
 """Tensors that are on their way while a stage with several parts of the model computes: a received input, a received
 gradient, and one that is sent."""
@@ -272,8 +274,11 @@ def _count_released_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has
 
 
 def _count_ended_bytes(shape: ModelArchitecture, setup: MegatronSetup, *, has_experts: bool) -> float:
-    """Count what a token holds at the end of a layer beside what all keep: its output, or those of experts."""
-    num_outputs = EXPERT_OUTPUT_PARTS * _count_routed(shape, setup) if has_experts else 2
+    """Count what a token holds at the end of a layer beside what all keep: outputs, and those of experts."""
+    num_outputs = 2.0  # that of its attention, and a gradient or, the first time, its input
+    if has_experts:
+        num_parts = EXCHANGED_ENDED_PARTS if setup.expert_parallel > 1 else EXPERT_ENDED_PARTS
+        num_outputs += num_parts * _count_routed(shape, setup) + (shape.shared_inner > 0)
     outputs = num_outputs * setup.compute_bytes * shape.hidden_size / setup.tensor_parallel
     return outputs + setup.has_recompute * _count_saved_bytes(shape, setup, has_experts=has_experts)
 

@@ -34,12 +34,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """The families and further sizes of the models; tokens of the balanced one are sent to all experts."""
 NUM_TOKENS = 2048
-ONE_RANK = [(name, recompute) for name in ("dense", "experts", "compressed") for recompute in (False, True)]
+ONE_RANK = [(name, recompute) for name in ("dense", "experts", "balanced", "compressed") for recompute in (False, True)]
 TENSOR, EXPERT, STAGES = {"tensor_parallel": 2}, {"expert_parallel": 2}, {"pipeline_parallel": 2}
 CONTEXT, CHUNKS = {"context_parallel": 2}, STAGES | {"pipeline_chunks": 2}
 TWO_RANKS = [
     *(("dense", TENSOR, True), ("dense", TENSOR, False), ("dense", STAGES, True), ("dense", STAGES, False)),
     *(("balanced", TENSOR | EXPERT, True), ("balanced", TENSOR | EXPERT, False), ("balanced", EXPERT, False)),
+    *(("balanced", TENSOR, True), ("balanced", STAGES, True), ("balanced", STAGES, False)),
     *(("compressed", TENSOR, True), ("compressed", TENSOR, False), ("words", TENSOR, True), ("words", STAGES, True)),
     *(("dense", CONTEXT, True), ("dense", CONTEXT, False), ("compressed", CONTEXT, False)),
 ]
@@ -68,10 +69,10 @@ def test_a_rank_with_one_expert_may_have_far_more_tokens_than_one_with_many() ->
     shape = read_architecture({**SIZES, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 64})
     kept = [
         estimate_megatron_memory(shape, MegatronSetup(num_ranks=64, expert_parallel=num), num_tokens=4096).activations
-        for num in (1, 4, 64)
+        for num in (4, 16, 64)
     ]
     assert kept[0] < kept[1] < kept[2]
-    assert (kept[1] - kept[0]) / (kept[2] - kept[0]) == pytest.approx(0.5 / 2), "16 experts of a rank, and one"
+    assert (kept[1] - kept[0]) / (kept[2] - kept[0]) == pytest.approx((1 - 0.5) / (2 - 0.5)), "16, 4 and 1"
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:

@@ -110,8 +110,8 @@ def test_a_small_batch_has_fewer_shares_and_more_ranks_for_each() -> None:
 def test_a_trainer_that_fits_nowhere_is_refused_with_degrees_that_would() -> None:
     with pytest.raises(PlanError) as caught:
         plan_ranks(4, *EXPERTS)
-    assert "set train.pipeline_parallel = 4 and train.expert_parallel = 2" in str(caught.value)
-    assert plan_ranks(16, *EXPERTS, "train.pipeline_parallel=4", "train.expert_parallel=2").train_memory is not None
+    assert "set train.pipeline_parallel = 2 and train.expert_parallel = 4" in str(caught.value)
+    assert plan_ranks(16, *EXPERTS, "train.pipeline_parallel=2", "train.expert_parallel=4").train_memory is not None
 
 
 def test_a_model_whose_whole_state_fits_on_a_rank_is_not_divided() -> None:
