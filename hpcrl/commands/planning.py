@@ -170,8 +170,9 @@ def print_plan(plan: Plan, console: Console) -> None:
         component = plan.components[role.component]
         gpus = f"{role.gpus_per_worker} {component.gpu}" if role.gpus_per_worker else "-"
         where = (str(component.index), component.partition, str(component.nodes))
-        each = (str(role.num_workers), gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
-        table.add_row(role.role, *where, *each)
+        times = f"{role.nodes_per_engine} x " * (role.nodes_per_engine > 1)  # on each of its nodes a worker has these
+        each = (gpus, str(role.cpus_per_worker), f"{role.mem_gib_per_worker:g}")
+        table.add_row(role.role, *where, str(role.num_whole), *(times + part for part in each))
     console.print(table)
     lines = plan.train_memory.describe() if plan.train_memory is not None else []
     for line in [*lines, *(line for memory in plan.engine_memory for line in memory.describe())]:

@@ -83,6 +83,11 @@ class RolePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The memory of its step on a node, if more than its workers': with the window and a checkpoint's snapshot."""
 
     @property
+    def num_whole(self) -> int:
+        """The workers as recipes count them: an engine over several nodes is one."""
+        return self.num_workers // self.nodes_per_engine
+
+    @property
     def gpus_per_engine(self) -> int:
         """The GPUs of an engine, on all its nodes."""
         return self.gpus_per_worker * self.nodes_per_engine

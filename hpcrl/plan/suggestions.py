@@ -47,7 +47,7 @@ class PlanSuggestion(msgspec.Struct, frozen=True, kw_only=True):
     """The most that one job may use: its whole walltime."""
     gpu_hours: float
     num_engines: int
-    """Workers of prefill and decode together; an engine over several nodes counts once for each."""
+    """Workers of prefill and decode together; an engine over several nodes is one."""
     num_ranks: int
     """Ranks of the trainer."""
     campaign_hours: float | None = None
@@ -183,7 +183,7 @@ def _list_changes(recipe: Recipe, plan: Plan) -> Iterator[dict[str, Any]]:
     if not plan.has_role("decode"):
         return
     yield {"resources.prefill.num_workers": 0 if plan.has_role("prefill") else 1}
-    num_decode = plan.role("decode").num_workers // plan.role("decode").nodes_per_engine
+    num_decode = plan.role("decode").num_whole
     if num_decode > 1:
         yield {"resources.decode.num_workers": num_decode // 2}
     num_ranks = recipe.resources.train.num_workers
@@ -219,7 +219,7 @@ def _measure_plan(plan: Plan, settings: list[str]) -> PlanSuggestion:
         gpus=plan.num_gpus,
         node_hours=plan.cost.node_hours,
         gpu_hours=plan.cost.gpu_hours,
-        num_engines=sum(role.num_workers for role in plan.roles if role.role in ("prefill", "decode")),
+        num_engines=sum(role.num_whole for role in plan.roles if role.role in ("prefill", "decode")),
         num_ranks=plan.role("train").num_workers,
     )
 

@@ -150,7 +150,7 @@ def _divide_gpus(base: CampaignRequest, budget: int, *, num_gpus: int, num_reser
     """Return the numbers of workers that have `budget` GPUs together; training has what engines leave of them."""
     plan = base.plan
     roles = [role for role in plan.roles if role.role != "reward"]
-    planned = {role.role: role.num_workers // role.nodes_per_engine for role in roles}
+    planned = {role.role: role.num_whole for role in roles}
     gpus_each = {role: plan.role(role).gpus_per_engine for role in plan.judge_roles}
     gpus_each |= {role: size.gpus_each for role, size in find_sizes(base).roles.items()}
     factor = budget / sum(planned[role] * num for role, num in gpus_each.items())

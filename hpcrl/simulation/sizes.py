@@ -161,7 +161,7 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
         notes.append(f"role {role} has no GPU of known speed: each worker counts as one {DEFAULT_SIMULATED_GPU}")
         gpu = msgspec.structs.replace(GPU_CATALOGUE[DEFAULT_SIMULATED_GPU], fit=site.speed)
     return RoleSize(
-        num_workers=max(1, planned.num_workers // planned.nodes_per_engine),
+        num_workers=max(1, planned.num_whole),
         gpus_each=max(1, planned.gpus_per_engine),
         gpu=gpu,
         component=planned.component,

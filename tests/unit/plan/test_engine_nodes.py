@@ -1,9 +1,14 @@
 """Engines with more GPUs than a node has."""
 
+import io
+
 import pytest
 
+from hpcrl.commands.planning import print_plan
 from hpcrl.plan.plan import Plan
-from tests.support.plans import plan_recipe, refuse_plan
+from hpcrl.plan.suggestions import suggest_plans
+from hpcrl.system.terminal import PipeConsole
+from tests.support.plans import make_recipe, make_site, plan_recipe, refuse_plan
 
 SPANNING = (
     "engine.backend=vllm",
@@ -25,6 +30,16 @@ def test_an_engine_larger_than_a_node_is_a_worker_on_each_of_its_nodes() -> None
     assert (role.nodes_per_engine, role.num_workers, role.workers_per_node, role.gpus_per_worker) == (2, 4, 1, 4)
     assert plan().components[role.component].nodes == 4
     assert plan().components[role.component].gpus_per_node == 4
+
+
+def test_what_is_printed_counts_engines_as_the_recipe_does() -> None:
+    made, text = plan(), io.StringIO()
+    print_plan(made, PipeConsole(file=text, width=200))
+    (row,) = (line.split("  ") for line in text.getvalue().splitlines() if line.startswith("decode"))
+    assert [cell.strip() for cell in row if cell][3:] == ["4", "2", "2 x 4 a100-80", "2 x 1", "2 x 4"]
+    recipe, site = make_recipe(*SPANNING), make_site("perlmutter")
+    own, _ = suggest_plans(recipe, site, made)
+    assert own.num_engines == 3, "two of decode and one of prefill"
 
 
 def test_an_engine_that_fits_on_a_node_stays_there() -> None:
