@@ -511,6 +511,16 @@ def test_the_supercomputer_of_the_tutorial_is_planned_as_shown():
     assert follow_page(TUTORIAL / "supercomputer.md", run) == 3
 
 
+def test_the_memory_of_a_plan_is_printed_as_shown():
+    """With its numbers, which the text explains."""
+    blocks = find_blocks(ROOT / "docs" / "learning.md", "sh", "text")
+    (command,) = (block.text for block in blocks if block.text.startswith("hpcrl plan"))
+    (shown,) = (block.text for block in blocks if block.text.startswith("memory "))
+    [[_, *words]] = list_commands(command)
+    done = subprocess.run([sys.executable, "-m", "hpcrl.cli", *words], capture_output=True, text=True, check=True)
+    assert [line for line in shown.splitlines() if line not in done.stdout.splitlines()] == []
+
+
 def test_the_pictures_are_small_and_every_one_is_shown():
     pictures = sorted((ROOT / "docs" / "pictures").iterdir())
     assert sum(picture.stat().st_size for picture in pictures) < 300_000
