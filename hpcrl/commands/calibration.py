@@ -31,9 +31,11 @@ from hpcrl.config.recipe import Recipe
 from hpcrl.config.site import Site, load_site
 from hpcrl.config.toml import suggest_name
 from hpcrl.errors import CampaignError, ConfigError
-from hpcrl.hardware.cost_model import ModelShape, TrainingWork, estimate_speed, read_model_shape
+from hpcrl.hardware.architecture import ModelArchitecture, read_architecture
+from hpcrl.hardware.cost_model import ModelShape, estimate_speed, make_model_shape, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel, RooflineFit
 from hpcrl.hardware.model_catalogue import find_model_config
+from hpcrl.hardware.rank_traffic import RankLinks
 from hpcrl.hardware.speed_fit import (
     MIN_POINTS,
     ServingPoint,
@@ -42,11 +44,14 @@ from hpcrl.hardware.speed_fit import (
     estimate_token_s,
     find_peak_step_s,
     find_peak_token_s,
+    find_train_factor,
     fit_speed,
     measure_errors,
 )
 from hpcrl.monitor.count_lines import drop_superseded
+from hpcrl.plan.plan import Plan
 from hpcrl.plan.records import read_plan, read_recipe, read_site
+from hpcrl.plan.training_work import find_rank_links, plan_training_work
 from hpcrl.system.csv_tables import guess_table_fault, refuse_bad_table
 from hpcrl.system.files import find_input, is_table_path
 from hpcrl.system.json_records import decode_record
@@ -338,7 +343,8 @@ def _find_config(model: str, *, folder: Path) -> dict[str, Any] | None:
 def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     """Read what engines and trainer took from the events of a campaign, a point for each engine and step."""
     recipe, site = read_recipe(campaign, skips_unknown=True), read_site(campaign, skips_unknown=True)
-    shape = _read_campaign_shape(campaign, recipe)
+    architecture = _read_campaign_architecture(campaign, recipe)
+    shape = make_model_shape(architecture)
     reader = EventReader(campaign.events, choose_lines=drop_superseded)  # the last counts of episodes are enough
     used = EngineCounted | EpisodesCounted | StepFinished
     events = [event for event in reader.poll_merged() if isinstance(event, used)]
@@ -353,8 +359,9 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     if lengths is not None:
         num_gpus = plan.role("decode").gpus_per_engine
         _add_engine_points(found, events, shape, gpu=gpus["decode"], recipe=recipe, num_gpus=num_gpus, lengths=lengths)
-    if gpus["train"] is not None:
-        _add_step_points(found, events, shape, gpu=gpus["train"], recipe=recipe, num_stages=plan.train_degrees.pipeline)
+    if (gpu := gpus["train"]) is not None:
+        links = find_rank_links(plan, site, gpu=gpu)
+        _add_step_points(found, events, architecture, gpu=gpu, recipe=recipe, plan=plan, links=links)
     if not found.points and not found.steps:
         raise CampaignError(
             f"campaign {campaign.name} has no events of busy engines or of steps on a known GPU: one on CPUs, or with "
@@ -363,10 +370,10 @@ def read_campaign_points(campaign: CampaignDir) -> MeasuredServers:
     return found
 
 
-def _read_campaign_shape(campaign: CampaignDir, recipe: Recipe) -> ModelShape:
+def _read_campaign_architecture(campaign: CampaignDir, recipe: Recipe) -> ModelArchitecture:
     path = Path(recipe.engine.sim.config or campaign.model / "config.json")
     try:
-        return read_model_shape(decode_record(path.read_bytes(), dict[str, Any]))
+        return read_architecture(decode_record(path.read_bytes(), dict[str, Any]))
     except (OSError, msgspec.DecodeError, KeyError) as error:
         raise CampaignError(f"the sizes of the model of {campaign.name} cannot be read: {path}: {error!r}") from error
 
@@ -454,23 +461,24 @@ def _add_engine_points(
 def _add_step_points(
     found: MeasuredServers,
     events: Iterable[Any],
-    shape: ModelShape,
+    architecture: ModelArchitecture,
     *,
     gpu: GpuModel,
     recipe: Recipe,
-    num_stages: int,
+    plan: Plan,
+    links: RankLinks | None,
 ) -> None:
-    train = recipe.resources.train
-    num_gpus = train.num_workers * train.gpus_per_worker
+    shape = make_model_shape(architecture)
     for event in events:
         match event:
-            case StepFinished(step_s=float(step_s), num_tokens=int(num_tokens)) if num_gpus and num_tokens and step_s:
-                work = TrainingWork(
+            case StepFinished(step_s=float(step_s), num_tokens=int(num_tokens)) if num_tokens and step_s:
+                work = plan_training_work(
+                    recipe,
+                    plan,
+                    architecture=architecture,
+                    links=links,
                     num_tokens=num_tokens,
                     mean_length=event.length_mean or 0.0,
-                    num_gpus=num_gpus,
-                    pp=num_stages,
-                    pp_chunks=recipe.train.pipeline_chunks,
                 )
                 step = StepPoint(gpu=gpu, shape=shape, work=work, step_s=step_s)
                 peak_s = find_peak_step_s(step)
@@ -478,6 +486,8 @@ def _add_step_points(
                     found.left_out["a training step that is faster than its GPUs can be"] += 1
                 elif step.step_s > peak_s * MAX_IDLE_FACTOR:
                     found.left_out["a training step of a model that is too small, or on CPUs"] += 1
+                elif not find_train_factor(step):
+                    found.left_out["a training step whose links alone take as long (network.gbit_per_gpu)"] += 1
                 else:
                     found.steps.append(step)
 

@@ -178,6 +178,9 @@ class NetworkConfig(ConfigTable, frozen=True, kw_only=True):
     that it has. None: the one with the address of the host's name."""
     fabric: str | None = None
     """The fast network, such as "slingshot-11". None: kv_connector "auto" is always "files"."""
+    gbit_per_gpu: Figure | None = None
+    """The bandwidth of the fast network in Gbit/s, for each GPU of a node, in each direction. None: not known, and 200
+    are assumed where the time of a training step is estimated."""
     srun_network: str | None = None
     """The value of `--network`, where steps need it."""
     tls: bool = False

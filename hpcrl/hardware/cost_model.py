@@ -23,11 +23,12 @@ import msgspec
 from hpcrl.hardware.architecture import ModelArchitecture, read_architecture
 from hpcrl.hardware.gpus import GpuModel, RooflineFit
 from hpcrl.hardware.memory_model import BYTES_BF16, GIB
+from hpcrl.hardware.rank_traffic import NO_TRAFFIC, StepTraffic
 
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for weights and KV; the rest is for activations and the driver."""
 LINK_BYTES_PER_S = 25e9
-"""The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV and new weights."""
+"""The bandwidth between two workers (one 200 Gbit/s port), for handed-over KV, new weights, ranks of the trainer."""
 TRAINING_PASSES = 4
 """Passes over a token that are as much work as a forward pass: two are the backward pass, one the log-probs before."""
 
@@ -240,12 +241,19 @@ class TrainingWork:
     num_micro_batches: int = 8
     """The micro-batches of a rank; with stages, the fewer they are, the longer stages wait for each other."""
     num_passes: float = TRAINING_PASSES
+    traffic: StepTraffic = NO_TRAFFIC
+    """The time in which the ranks send each other what they need."""
 
 
 def estimate_step_s(gpu: GpuModel, *, shape: ModelShape, work: TrainingWork) -> float:
-    """Estimate the time of a training step, of GPUs whose FLOP/s are known."""
+    """Estimate the time of a training step, of GPUs whose FLOP/s are known.
+
+    Stages wait for each other while others compute, and while others send within their layers.
+    """
     assert gpu.bf16_tflops is not None
     each = 2 * shape.num_active + shape.pair_flops * work.mean_length / 2
     bubble = 1 + (work.pp - 1) / (work.num_micro_batches * work.pp_chunks)
     peak_s = work.num_passes * each * work.num_tokens / (gpu.bf16_tflops * 1e12 * work.num_gpus)
-    return gpu.fit.train * peak_s * bubble
+    compute_s, traffic = gpu.fit.train * peak_s, work.traffic
+    exposed_s = traffic.exposed_s(compute_s / work.num_passes)
+    return (compute_s + traffic.within_s) * bubble + exposed_s + traffic.after_s

@@ -43,8 +43,8 @@ class RooflineFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     link: Coefficient = 7.4
     """Time of the sums over the GPUs of an engine, relative to one copy of their operands over the link."""
     train: Coefficient = 2.0
-    """Time of a training step's arithmetic, relative to peak: an assumption, not a fit. A trainer hardly reaches more
-    than half of the peak."""
+    """Time of a training step's arithmetic, relative to peak, without what ranks send each other: an assumption, not a
+    fit. A trainer hardly reaches more than half of the peak."""
 
 
 DEFAULT_FIT = RooflineFit()

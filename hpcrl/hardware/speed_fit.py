@@ -4,6 +4,7 @@
     StepPoint             a training step, with the time that it took
     estimate_token_s      the time of a token by the model
     find_peak_token_s, find_peak_step_s    the times at the peaks of the GPUs
+    find_train_factor     the coefficient of a training step
     fit_speed             the coefficients that predict all points best
     measure_errors        relative errors of the time of a token
     correlate_ranks       Spearman's rank correlation
@@ -29,6 +30,7 @@ PEAK_FIT = RooflineFit(
 SERVING_TERMS = ("layer_s", "expert_layer_s", "hop_s", "read", "kv", "compute", "prefill", "link")
 MIN_POINTS = 8
 _NUM_ROUNDS = 25
+_NUM_HALVINGS = 50
 _PRIOR_VOTES = 0.02
 """The votes of the value that a coefficient had before, beside one of each measurement."""
 _SOFT_ERROR = 0.02
@@ -90,6 +92,27 @@ def find_peak_step_s(point: StepPoint) -> float:
     return estimate_step_s(gpu, shape=point.shape, work=point.work)
 
 
+def find_train_factor(point: StepPoint) -> float:
+    """Return the coefficient `train` with which a step takes as long as measured, in addition to its traffic.
+
+    0: the traffic alone takes as long, and nothing is known of the arithmetic.
+    """
+
+    def estimate_s(factor: float) -> float:
+        fit = msgspec.structs.replace(PEAK_FIT, train=factor)
+        return estimate_step_s(msgspec.structs.replace(point.gpu, fit=fit), shape=point.shape, work=point.work)
+
+    low, high = 0.0, 1.0
+    if estimate_s(low) >= point.step_s:
+        return 0.0
+    while estimate_s(high) < point.step_s:
+        low, high = high, 2 * high
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if estimate_s(middle) < point.step_s else (low, middle)
+    return high
+
+
 def fit_speed(
     points: Sequence[ServingPoint], *, steps: Sequence[StepPoint] = (), before: RooflineFit = DEFAULT_FIT
 ) -> RooflineFit:
@@ -100,8 +123,7 @@ def fit_speed(
         scales = _fit_scales(rows, shares=_share_votes(points))
         found |= {name: found[name] * scale for name, scale in zip(SERVING_TERMS, scales, strict=True)}
     if steps:
-        ratios = [step.step_s / estimate_step_s(step.gpu, shape=step.shape, work=step.work) for step in steps]
-        found["train"] = median(ratio * step.gpu.fit.train for ratio, step in zip(ratios, steps, strict=True))
+        found["train"] = median(find_train_factor(step) for step in steps)
     return RooflineFit(**found)
 
 

@@ -14,6 +14,7 @@ job_time    the least time of a job against its walltime
 storage     the space for checkpoints, weights and trajectories, and its growth
 trainer_ranks   the division of the model over the trainer's ranks, where the recipe leaves it open
 trainer_checks  what trainer "megatron" lacks, and shares without trajectories
+training_work   the work of a training step, with what ranks send each other
 trainer_memory  the memory of the trainer's GPUs and nodes
 engine_memory   that of the engines'
 programs    the programs of agents against the memory of their nodes

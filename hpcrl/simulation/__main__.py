@@ -1,6 +1,7 @@
 """Simulate a campaign: `python -m hpcrl.simulation RECIPE --site SITE ...`, as `hpcrl simulate` runs it."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,7 +94,8 @@ def _note_assumptions(arguments: argparse.Namespace, sizes: "CampaignSizes") -> 
     if arguments.train_s is None:
         gpu = sizes.train.gpu
         share = f"{1 / gpu.fit.train:.0%} of the FLOP/s of {gpu.name}"
-        notes.append(f"training reaches {share}, with what ranks send each other (hpcrl calibrate, --train-s)")
+        besides = ", besides what ranks send each other" if sizes.train_links else ""
+        notes += [f"training reaches {share}{besides} (hpcrl calibrate, --train-s)", *_note_links(sizes)]
     if arguments.traces is None:
         latencies = _read_latencies(arguments)
         times = f"environments start in {latencies.reset_s:g} s and take {latencies.env_s:g} s for a step, on average"
@@ -101,6 +103,18 @@ def _note_assumptions(arguments: argparse.Namespace, sizes: "CampaignSizes") -> 
     elif is_table_path(Path(arguments.traces)):
         notes.append(f"environments start in {arguments.reset_s or 0.0:g} s, of which the file has nothing (--reset-s)")
     return notes
+
+
+def _note_links(sizes: "CampaignSizes") -> list[str]:
+    """Return a line for the links between ranks, if there are several on GPUs."""
+    links = sizes.train_links
+    if links is None:
+        return []
+    within = "at once" if links.link == math.inf else f"at {links.link / 1e9:g} GB/s"
+    line = f"ranks send each other all of it {within} within a node"
+    if sizes.train.num_workers > links.ranks_per_node:
+        line += f", and at {links.port / 1e9:g} GB/s each to other nodes (site.network.gbit_per_gpu)"
+    return [line]
 
 
 def _read_settings(arguments: argparse.Namespace) -> "SimulationSettings":

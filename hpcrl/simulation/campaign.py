@@ -23,8 +23,9 @@ from hpcrl.campaign_dir.paths import parse_role
 from hpcrl.campaign_dir.workers import EnvWorkerId
 from hpcrl.config.recipe import ConfigTable, Recipe
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, TrainingWork, WorkerSpeed, estimate_step_s
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, WorkerSpeed, estimate_step_s
 from hpcrl.job.supervision import MAX_DRAIN_SHARE, DrainMargin
+from hpcrl.plan.training_work import plan_training_work
 from hpcrl.rollout.routing.factory import MAX_LOAD_REQUESTS_PER_S
 from hpcrl.rollout.routing.router import DEFAULT_TIMEOUTS
 from hpcrl.rollout.tasks import AgentTask
@@ -221,12 +222,13 @@ class SimulatedCampaign:
         num_tokens = sum(self.links.lengths[one.id] for one in chosen)
         seconds = self.settings.train_s
         if seconds is None:
-            work = TrainingWork(
+            work = plan_training_work(
+                self.recipe,
+                self.request.plan,
+                architecture=self.sizes.architecture,
+                links=self.sizes.train_links,
                 num_tokens=num_tokens,
                 mean_length=num_tokens / len(chosen),
-                num_gpus=self.sizes.train.num_gpus,
-                pp=self.request.plan.train_degrees.pipeline,
-                pp_chunks=self.recipe.train.pipeline_chunks,
             )
             seconds = estimate_step_s(self.sizes.train.gpu, shape=self.sizes.shape, work=work)
         return seconds

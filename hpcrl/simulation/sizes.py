@@ -13,12 +13,15 @@ from hpcrl.campaign.request import CampaignRequest
 from hpcrl.config.engine_speed import estimate_engine_speed
 from hpcrl.config.recipe import Recipe, RoleName
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, ModelShape, WorkerSpeed, make_model_shape, read_model_shape
+from hpcrl.hardware.architecture import ModelArchitecture, read_architecture
+from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, ModelShape, WorkerSpeed, make_model_shape
 from hpcrl.hardware.gpus import DEFAULT_SIMULATED_GPU, GPU_CATALOGUE, GpuModel
 from hpcrl.hardware.memory_model import GIB
+from hpcrl.hardware.rank_traffic import RankLinks
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.components import JobComponent
 from hpcrl.plan.demand import compute_version_bytes
+from hpcrl.plan.training_work import find_rank_links
 from hpcrl.system.files import expand_path
 from hpcrl.weights.couriers.protocol import BUCKET_NBYTES
 
@@ -44,10 +47,13 @@ class RoleSize:
 class CampaignSizes:
     """The workers of a simulated campaign."""
 
+    architecture: ModelArchitecture
     shape: ModelShape
     decode: RoleSize
     prefill: RoleSize | None
     train: RoleSize
+    train_links: RankLinks | None
+    """The links between ranks of the trainer; None: they send nothing that is counted."""
     num_env: int
     components: tuple[JobComponent, ...]
     """All nodes of a job, also those of env workers and judges."""
@@ -111,11 +117,14 @@ def find_sizes(request: CampaignRequest) -> CampaignSizes:
     decode, train = roles["decode"], roles["train"]
     if decode is None or train is None:
         raise ConfigError(f"recipe {request.shown_recipe!r} plays no episodes: there is nothing to simulate")
+    architecture = _find_architecture(request.recipe)
     found = CampaignSizes(
-        shape=_find_shape(request.recipe),
+        architecture=architecture,
+        shape=make_model_shape(architecture),
         decode=decode,
         prefill=roles["prefill"],
         train=train,
+        train_links=find_rank_links(request.plan, request.site, gpu=train.gpu),
         num_env=request.plan.role("env").num_workers,
         components=tuple(request.plan.components),
         version_bytes=compute_version_bytes(request.recipe),
@@ -168,12 +177,12 @@ def _find_role(request: CampaignRequest, role: RoleName, notes: list[str]) -> Ro
     )
 
 
-def _find_shape(recipe: Recipe) -> ModelShape:
+def _find_architecture(recipe: Recipe) -> ModelArchitecture:
     if recipe.engine.backend == "sim" and recipe.engine.sim.config:
-        return read_model_shape(read_model_config(expand_path(recipe.engine.sim.config)).fields)
+        return read_architecture(read_model_config(expand_path(recipe.engine.sim.config)).fields)
     if (architecture := recipe.model.architecture) is not None:
-        return make_model_shape(architecture)
+        return architecture
     tiny = recipe.model.tiny
     if tiny is None:
         raise ConfigError("the sizes of the model are not known: set model.num_params, or model.config")
-    return read_model_shape(tiny.config)
+    return read_architecture(tiny.config)

@@ -11,7 +11,7 @@ from hpcrl.cli import main
 from hpcrl.commands.calibration import fit_servers, read_campaign_points, read_serving_csv
 from hpcrl.config.site import load_site
 from hpcrl.errors import CampaignError, ConfigError
-from hpcrl.hardware.cost_model import estimate_speed, read_model_shape
+from hpcrl.hardware.cost_model import estimate_speed, estimate_step_s, read_model_shape
 from hpcrl.hardware.gpus import GPU_CATALOGUE
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.plan.records import read_plan
@@ -240,21 +240,46 @@ def test_an_engine_that_is_faster_than_its_gpus_can_be_is_left_out(campaign):
     assert servers.left_out == {"an engine that is faster than its GPUs can be": 1}
 
 
-def test_training_steps_that_no_gpu_takes_are_left_out(make_campaign):
-    host = ("gpu=h100", "gpus_per_node=2", "cores_per_node=16", "mem_gib_per_node=100")
+def read_steps(make_campaign, *seconds: float, num_ranks: int = 1):
+    """Return what is read of a campaign whose training steps, on ranks of one node, took these times."""
+    host = ("gpu=h100", f"gpus_per_node={num_ranks + 1}", "cores_per_node=16", "mem_gib_per_node=100")
     gpus = ("resources.train.gpus_per_worker=1", "resources.decode.gpus_per_worker=1")
-    made = make_campaign("trained", *(f"site.partitions.host.{one}" for one in host), *gpus)
+    ranks = f"resources.train.num_workers={num_ranks}"
+    made = make_campaign("trained", *(f"site.partitions.host.{one}" for one in host), *gpus, ranks)
     made.model.mkdir()
     (made.model / "config.json").write_bytes(msgspec.json.encode(MODEL_CONFIGS["Qwen/Qwen3-8B"]))
     log = emit_to(made, "train")
-    for step_s in (30.0, 0.03, 30_000.0):
+    for step_s in seconds:
         log.emit(StepFinished(step=1, length_mean=2400.0, num_tokens=100_000, step_s=step_s))
-    servers = read_campaign_points(made)
+    return read_campaign_points(made)
+
+
+def test_training_steps_that_no_gpu_takes_are_left_out(make_campaign):
+    servers = read_steps(make_campaign, 30.0, 0.03, 30_000.0)
     assert [one.step_s for one in servers.steps] == [30.0]
     assert servers.left_out == {
         "a training step that is faster than its GPUs can be": 1,
         "a training step of a model that is too small, or on CPUs": 1,
     }
+
+
+def test_what_ranks_send_is_counted_beside_the_efficiency_of_training(make_campaign):
+    """Gradients of 8B in float32 take 0.073 s over NVLink, and the last of two micro-batches hides a part."""
+    servers = read_steps(make_campaign, 30.0, num_ranks=2)
+    (step,) = servers.steps
+    ((sum_s, num_passes),) = step.work.traffic.beside
+    assert (sum_s, num_passes) == (pytest.approx(8.19e9 * 4 * 2 / 2 / 450e9, rel=0.01), 0.5)
+    fit = fit_servers(servers).fit
+    gpu = msgspec.structs.replace(step.gpu, fit=fit)
+    assert estimate_step_s(gpu, shape=step.shape, work=step.work) == pytest.approx(30.0)
+
+
+def test_a_training_step_whose_links_alone_take_as_long_is_left_out(make_campaign, monkeypatch):
+    slow = msgspec.structs.replace(GPU_CATALOGUE["h100"], link_gb_per_s=2.0)
+    monkeypatch.setitem(GPU_CATALOGUE, "h100", slow)
+    servers = read_steps(make_campaign, 40.0, 20.0, num_ranks=2)
+    assert [one.step_s for one in servers.steps] == [40.0]
+    assert servers.left_out == {"a training step whose links alone take as long (network.gbit_per_gpu)": 1}
 
 
 def test_idle_engines_are_left_out(campaign):

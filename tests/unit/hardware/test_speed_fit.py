@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from hpcrl.hardware.cost_model import TrainingWork, estimate_speed, estimate_step_s, read_model_shape
 from hpcrl.hardware.gpus import DEFAULT_FIT, GPU_CATALOGUE, RooflineFit
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
+from hpcrl.hardware.rank_traffic import StepTraffic
 from hpcrl.hardware.speed_fit import (
     ServingPoint,
     StepPoint,
     correlate_ranks,
     estimate_token_s,
+    find_train_factor,
     fit_speed,
     measure_errors,
 )
@@ -104,6 +106,28 @@ def test_steps_decide_the_efficiency_of_training_alone():
     step_s = estimate_step_s(gpu, shape=SHAPES[0], work=work)
     found = fit_speed([], steps=[StepPoint(gpu=gpu, shape=SHAPES[0], work=work, step_s=step_s * 1.5)])
     assert found == msgspec.structs.replace(DEFAULT_FIT, train=DEFAULT_FIT.train * 1.5)
+
+
+TRAFFIC = {
+    "after": StepTraffic(after_s=5.0),
+    "hidden": StepTraffic(beside=((0.1, 1),)),
+    "exposed": StepTraffic(within_s=1.0, beside=((1.0, 1), (1.0, 1), (90.0, 2))),
+}
+
+
+@pytest.mark.parametrize("traffic", TRAFFIC.values(), ids=TRAFFIC)
+def test_what_ranks_send_is_left_out_of_the_efficiency_of_training(traffic):
+    gpu, work = GPU_CATALOGUE["h100"], TrainingWork(num_tokens=1e6, mean_length=4000, num_gpus=8, traffic=traffic)
+    slow = msgspec.structs.replace(gpu, fit=msgspec.structs.replace(DEFAULT_FIT, train=7.0))
+    step_s = estimate_step_s(slow, shape=SHAPES[0], work=work)
+    found = fit_speed([], steps=[StepPoint(gpu=gpu, shape=SHAPES[0], work=work, step_s=step_s)])
+    assert found.train == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("traffic", [StepTraffic(after_s=95.0), StepTraffic(beside=((25.0, 1), (25.0, 1), (45.0, 2)))])
+def test_a_step_in_which_traffic_is_the_limit_has_no_efficiency(traffic):
+    work = TrainingWork(num_tokens=1e6, mean_length=4000, num_gpus=8, traffic=traffic)
+    assert find_train_factor(StepPoint(gpu=GPU_CATALOGUE["h100"], shape=SHAPES[0], work=work, step_s=95.0)) == 0
 
 
 @given(st.lists(st.integers(-1000, 1000), min_size=2, max_size=20, unique=True))

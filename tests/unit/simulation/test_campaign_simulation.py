@@ -444,6 +444,40 @@ def test_weights_of_8_bits_make_engines_faster():
     assert steps[1].seconds < steps[0].seconds
 
 
+def simulate_training(*settings, **changed):
+    """Return the time of the training steps of 8B on 16 A100, on four nodes."""
+    request = load_request("qwen3-8b-math", site="perlmutter", settings=("site.account=x", *settings))
+    source = DrawnEpisodes(request.recipe, LatencySettings(), seed=0)
+    return simulate_campaign(request, find_sizes(request), source, SimulationSettings(num_steps=2, **changed)).train_s
+
+
+def test_training_takes_longer_over_a_slow_network():
+    small = "train.tokens_per_micro_batch=2048"  # for each of which the weights are gathered
+    fast, slow = (simulate_training(small, f"site.network.gbit_per_gpu={gbit}") for gbit in (10_000, 10))
+    assert slow > 2 * fast
+    assert simulate_training("site.network.gbit_per_gpu=1", train_s=3.0) == 3.0, "the given time has all in it"
+
+
+@pytest.mark.parametrize(
+    ("settings", "links"),
+    [
+        ((), "at 300 GB/s within a node, and at 25 GB/s each to other nodes (site.network.gbit_per_gpu)"),
+        (("site.network.gbit_per_gpu=100",), "at 300 GB/s within a node, and at 12.5 GB/s each to other nodes"),
+        (("resources.train.num_workers=4",), "at 300 GB/s within a node"),
+    ],
+)
+def test_the_links_of_ranks_are_printed_as_an_assumption(capsys, settings, links):
+    chosen = [word for setting in ("site.account=x", *settings) for word in ("-s", setting)]
+    main(["qwen3-8b-math", "--site", "perlmutter", "--steps", "1", *chosen])
+    assert f"ranks send each other all of it {links}" in capsys.readouterr().out
+
+
+def test_ranks_without_gpus_and_a_given_time_need_no_links(capsys):
+    main(["quickstart", "--site", "local", "--steps", "1", "-s", "resources.train.num_workers=2"])
+    main(["qwen3-8b-math", "--site", "perlmutter", "--steps", "1", "--train-s", "3", "-s", "site.account=x"])
+    assert "ranks send" not in capsys.readouterr().out
+
+
 # ---- what passes between the roles
 
 
