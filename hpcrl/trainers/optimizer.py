@@ -60,10 +60,12 @@ def make_optimizer(
     *,
     train: TrainConfig,
     learning_rate: float,
-    fused: bool = False,
     update: WeightUpdate | None = None,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer; `weight_decay` pulls at matrices, not at norms and biases, which have one dimension."""
+    """Make an optimizer; `weight_decay` pulls at matrices, not at norms and biases, which have one dimension.
+
+    A fused one copies nothing: on GPUs, torch would otherwise copy all second moments in each step.
+    """
     given = list(parameters)
     if update is not None:
         return UserOptimizer(given, learning_rate=learning_rate, update=update)
@@ -76,5 +78,5 @@ def make_optimizer(
         lr=learning_rate,
         betas=train.adam_betas,
         eps=train.adam_eps,
-        fused=fused or None,
+        fused=True,
     )

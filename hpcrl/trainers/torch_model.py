@@ -102,9 +102,7 @@ class TrainedModel:
         self._is_offloaded = train.offload
         self._distributed_module: Any = self._distribute()
         self.parameters: list[Tensor] = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        self.optimizer = make_optimizer(
-            self.parameters, train=train, learning_rate=learning_rate, fused=True, update=update
-        )
+        self.optimizer = make_optimizer(self.parameters, train=train, learning_rate=learning_rate, update=update)
 
     def _distribute(self) -> Any:
         """Return what computes gradients over all ranks."""

@@ -59,6 +59,8 @@ from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stores.sharded_store import LocalShards
 
 STEP_PART = "step"
+NORM_VALUES = 2**22
+"""The most values of a gradient that are in double precision at once."""
 _LossFunction = Callable[[MicroBatch, Tensor], tuple[Tensor, Any]]
 """A function of the last stage: from a micro-batch's hidden states to a loss and a value to keep."""
 
@@ -227,7 +229,7 @@ class MegatronTrainer:
                 continue
             state = self._optimizer.state[tensor]
             if not state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros((), device=tensor.device)
                 state.update({part: torch.zeros_like(tensor.detach()) for part in MOMENT_PARTS})
             for part in MOMENT_PARTS:
                 for held in list_shards(mapping, state[part], part=part):
@@ -318,7 +320,8 @@ class MegatronTrainer:
         total = torch.zeros((), dtype=torch.double, device=self.world.device)
         for mapping, tensor in self._model_part.owned_tensors():
             if tensor.grad is not None:
-                total += tensor.grad[mapping.rows].double().square().sum()
+                for part in torch.split(tensor.grad[mapping.rows].flatten(), NORM_VALUES):
+                    total += part.double().square_().sum()
         norm = float(self.world.sum(total).sqrt())
         scale = self._train.max_grad_norm / (norm + 1e-6)
         if scale < 1:

@@ -4,6 +4,7 @@ import torch
 
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.trainers.optimizer import make_optimizer
+from tests.support.live_bytes import LiveBytes
 
 
 def settings(**changed):
@@ -18,6 +19,20 @@ def test_matrices_decay_and_norms_and_biases_do_not():
     optimizer.step()
     assert matrix.tolist() == torch.full((2, 2), 0.95).tolist()
     assert norm.tolist() == [1.0, 1.0]
+
+
+def test_a_step_holds_nothing_beside_weights_gradients_and_moments():
+    weights = [torch.nn.Parameter(torch.ones(256, 256)) for _ in range(3)]
+    optimizer = make_optimizer(weights, train=settings(), learning_rate=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with LiveBytes() as live:
+        for weight in weights:
+            for tensor in (weight, weight.grad, *optimizer.state[weight].values()):
+                live.ignore(tensor)
+        optimizer.step()
+    assert live.peak < weights[0].nbytes / 100
 
 
 def test_the_first_two_steps_are_those_of_the_formula():

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from hpcrl.learn.distribute import distribute_step
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.world import SINGLE_RANK
+from tests.support.architectures import make_small
 from tests.support.learners import CONTEXT, forked_batch, forked_turns, make_model, settings, train_forked, train_torch
+from tests.support.live_bytes import LiveBytes
 from tests.support.megatron import skip_without_megatron
 
 skip_without_megatron()
@@ -62,6 +64,27 @@ def test_bf16_steps_stay_near_those_of_torch(parallel, tmp_path):
     assert found["skipped"] == [None, None]
     for name in ("entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=0.05), name
+
+
+@pytest.mark.parametrize("family", ["llama3", "glm4_moe"])
+def test_the_norm_of_the_gradient_is_summed_in_small_parts(family, tmp_path, monkeypatch):
+    from hpcrl.trainers.megatron import trainer as module
+
+    trainer = module.MegatronTrainer(make_small(tmp_path, family), settings(trainer="megatron"), world=SINGLE_RANK)
+    gradients = []
+    for parameter in trainer._parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+        gradients.append(parameter.grad.double().flatten())
+    num_values = 100
+    monkeypatch.setattr(module, "NORM_VALUES", num_values)
+    with LiveBytes() as live:
+        for parameter in trainer._parameters.values():
+            live.ignore(parameter.grad)
+        norm = trainer.clip_gradient()
+    assert norm == pytest.approx(torch.cat(gradients).norm().item(), rel=1e-14)
+    assert live.peak < 8 * num_values + 100, "one part in double precision, and sums"
+    clipped = torch.cat([parameter.grad.flatten() for parameter in trainer._parameters.values()])
+    assert clipped.norm().item() == pytest.approx(trainer._train.max_grad_norm, rel=1e-4)
 
 
 PLAIN = {"advantage": "dr-grpo", "proximal": "behaviour", "correction": "none", "max_grad_norm": 1e9}
