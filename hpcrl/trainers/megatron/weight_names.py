@@ -136,6 +136,9 @@ def _find_foreign_part(fields: Mapping[str, Any], dims: ModelDims) -> str | None
         return "compressed attention without interleaved RoPE (rope_interleave = false)"
     if dims.has_router_bias and not fields.get("norm_topk_prob", True):
         return "weights of experts that do not sum up to one (norm_topk_prob = false)"
+    is_normalized = dims.has_router_bias or shape.family == "mixtral" or fields.get("norm_topk_prob")
+    if shape.experts_per_token == 1 and is_normalized:  # Megatron would take the score, or refuse
+        return "num_experts_per_tok = 1 where the weights of experts sum up to one"
     num_groups, chosen = fields.get("n_group") or 1, fields.get("topk_group") or 1
     if dims.has_router_bias and num_groups > 1 and shape.experts_per_token != 2 * chosen:
         return (

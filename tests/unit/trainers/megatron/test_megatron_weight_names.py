@@ -136,6 +136,9 @@ def test_a_parallelism_that_does_not_divide_the_model_is_refused(family, degrees
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, r"sliding_window = 8"),
         ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = false"),
+        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1"),
         ("deepseek_v3", {"topk_group": 1}, "num_experts_per_tok = 4 with topk_group = 1"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = false"),
     ],
@@ -144,3 +147,7 @@ def test_a_model_that_would_be_computed_differently_is_refused(family, changed, 
     fields = config(family).to_dict() | changed
     with pytest.raises(TrainError, match=message + '.*use trainer = "torch"'):
         read_model_dims(fields)
+
+
+def test_a_single_expert_whose_weight_is_its_score_is_supported():
+    assert dims_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=False).shape.experts_per_token == 1
