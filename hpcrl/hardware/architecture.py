@@ -3,7 +3,6 @@
     ModelArchitecture    the sizes, with the number of weights of each kind
     read_architecture    from the fields of a config.json
     select_fields        those of them that a plan needs
-    list_dense_layers    the layers without experts
     guess_architecture   of a dense model, from its number of weights alone
     read_max_context, read_rope_factor    the tokens of its context, and by how much an engine may stretch it
     find_parallel_conflict    whether the ranks of trainer "megatron" can divide it
@@ -109,8 +108,8 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """Biases of a layer."""
     dense_inner: int = 0
     """The inner size of the MLP of a layer without experts."""
-    num_dense_layers: int
-    """Layers without experts."""
+    dense_layers: tuple[int, ...]
+    """The layers without experts."""
     num_experts: int = 0
     experts_per_token: int = 0
     expert_inner: int = 0
@@ -119,6 +118,10 @@ class ModelArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
     has_precise_router: bool = False
     """True if routers compute in float32, whatever the precision of the model is."""
+
+    @property
+    def num_dense_layers(self) -> int:
+        return len(self.dense_layers)
 
     @property
     def num_expert_layers(self) -> int:
@@ -339,7 +342,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
         has_query_norm=family in ("qwen3", "qwen3_moe", "gemma3_text") or bool(fields.get("use_qk_norm")),
         num_layer_norms=4 if family in ("gemma2", "gemma3_text", "glm4") else 2,
         dense_inner=fields["intermediate_size"],
-        num_dense_layers=len(list_dense_layers(fields)) if experts else layers,
+        dense_layers=tuple(_list_dense_layers(fields) if experts else range(layers)),
         num_experts=experts,
         experts_per_token=chosen,
         expert_inner=expert_inner if experts else 0,
@@ -350,7 +353,7 @@ def read_architecture(config: Mapping[str, Any]) -> ModelArchitecture:
     return msgspec.structs.replace(found, num_biases=_count_biases(fields, found))
 
 
-def list_dense_layers(fields: Mapping[str, Any]) -> list[int]:
+def _list_dense_layers(fields: Mapping[str, Any]) -> list[int]:
     """List the layers without experts of a model that has some: the first ones, those named, or all but every n-th."""
     num_layers, every = fields["num_hidden_layers"], fields.get("decoder_sparse_step") or 1
     dense = set(range(fields.get("first_k_dense_replace") or 0)) | set(fields.get("mlp_only_layers") or ())
@@ -389,7 +392,7 @@ def guess_architecture(num_params: int) -> ModelArchitecture:
         num_kv_heads=min(8, num_heads),
         head_dim=128,
         value_dim=128,
-        num_dense_layers=num_layers,
+        dense_layers=tuple(range(num_layers)),
     )
     inner = max(1, round((num_params - found.num_params) / (3 * hidden * num_layers)))
     return msgspec.structs.replace(found, dense_inner=inner)

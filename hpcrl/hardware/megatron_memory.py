@@ -92,20 +92,17 @@ def estimate_megatron_memory(shape: ModelArchitecture, setup: MegatronSetup, *, 
     The ranks of a context-parallel group divide them.
     """
     num_tokens = -(-num_tokens // setup.context_parallel)
-    # Where stages have different numbers of layers, the second one has more.
-    last = setup.pipeline_parallel - 1
-    stages = (_make_stage(shape, setup, index=index) for index in {0, min(1, last), last})
+    stages = (_make_stage(shape, setup, index=index) for index in range(setup.pipeline_parallel))
     found = (_estimate_stage(shape, setup, stage, num_tokens=num_tokens) for stage in stages)
     return max(found, key=lambda memory: memory.total)
 
 
 def _make_stage(shape: ModelArchitecture, setup: MegatronSetup, *, index: int) -> _StageLayers:
-    """Return a stage; layers without experts are the first ones."""
     num_after, num_chunks = setup.pipeline_parallel - 1 - index, setup.pipeline_chunks
     num_parts = setup.pipeline_parallel * num_chunks
     parts = range(index, num_parts, setup.pipeline_parallel)
     layers = [find_part_layers(shape.num_layers, num_parts=num_parts, index=part) for part in parts]
-    num_dense = sum(layer < shape.num_dense_layers for part in layers for layer in part)
+    num_dense = sum(layer in shape.dense_layers for part in layers for layer in part)
     is_last = num_after == 0
     in_flight = float(num_after + 1)
     sent = in_flight * (not is_last)

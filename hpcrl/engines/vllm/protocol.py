@@ -21,7 +21,7 @@ import numpy as np
 
 from hpcrl.engines.base import Completion, CompletionChunk, FinishReason, GenerateRequest, join_chunks
 from hpcrl.errors import EngineError
-from hpcrl.hardware.architecture import list_dense_layers, read_architecture, select_fields
+from hpcrl.hardware.architecture import read_architecture
 from hpcrl.spool.routed_experts import ExpertSpan, choose_expert_dtype, make_span
 
 _METRIC_PATTERN = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -79,8 +79,8 @@ class ExpertForm(NamedTuple):
 
 def make_expert_form(fields: Mapping[str, Any], *, start: int) -> ExpertForm:
     """Return the form of an answer from a token on, by the fields of the model's config.json."""
-    shape, dense = read_architecture(fields), list_dense_layers(select_fields(fields))
-    layers = [layer for layer in range(shape.num_layers) if layer not in dense]
+    shape = read_architecture(fields)
+    layers = [layer for layer in range(shape.num_layers) if layer not in shape.dense_layers]
     return ExpertForm(start=start, layers=layers, num_experts=shape.num_experts)
 
 

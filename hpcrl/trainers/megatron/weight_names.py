@@ -24,7 +24,6 @@ from hpcrl.hardware.architecture import (
     MEGATRON_FAMILIES,
     ModelArchitecture,
     find_parallel_conflict,
-    list_dense_layers,
     read_architecture,
 )
 from hpcrl.hardware.degrees import ParallelDegrees, find_part_layers
@@ -40,8 +39,6 @@ class ModelDims(NamedTuple):
     """The sizes of a decoder, as in its HF config."""
 
     shape: ModelArchitecture
-    dense_layers: frozenset[int]
-    """The layers without experts."""
     qkv_bias: bool
 
     @property
@@ -49,7 +46,7 @@ class ModelDims(NamedTuple):
         return self.shape.family in _SIGMOID_ROUTERS
 
     def has_experts(self, layer: int) -> bool:
-        return layer not in self.dense_layers
+        return layer not in self.shape.dense_layers
 
 
 class ParallelRank(NamedTuple):
@@ -110,8 +107,7 @@ def read_model_dims(fields: Mapping[str, Any]) -> ModelDims:
             f'and this one is {family!r}: use trainer = "torch"'
         )
     shape = read_architecture(fields)
-    dense = list_dense_layers(fields) if shape.num_experts else range(shape.num_layers)
-    dims = ModelDims(shape, frozenset(dense), family == "qwen2" or bool(fields.get("attention_bias")))
+    dims = ModelDims(shape, family == "qwen2" or bool(fields.get("attention_bias")))
     if (problem := _find_foreign_part(fields, dims)) is not None:
         raise TrainError(f'trainer "megatron" does not support {problem}: use trainer = "torch"')
     return dims

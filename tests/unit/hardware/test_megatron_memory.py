@@ -1,6 +1,7 @@
 """The memory of a rank of trainer "megatron", against numbers by hand and the trainer's own passes."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hpcrl.hardware import megatron_memory
 from hpcrl.hardware.architecture import read_architecture
 from hpcrl.hardware.megatron_memory import MegatronSetup, estimate_megatron_memory
+from hpcrl.trainers.megatron.weight_names import ParallelRank, map_shards, read_model_dims
 from tests.support.megatron import skip_without_megatron
 from tests.unit.hardware.test_train_memory import LLAMA_70B, make_plain
 
@@ -82,6 +84,21 @@ def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
         for each in (setup, msgspec.structs.replace(setup, num_ranks=1, pipeline_parallel=1))
     ]
     assert kept[0] == pytest.approx(kept[1], rel=0.01), "an eighth of the layers, eight times"
+
+
+@pytest.mark.parametrize(
+    ("sparse", "num_stages"),
+    [({"decoder_sparse_step": 2}, 2), ({"mlp_only_layers": [0, 1, 3]}, 4)],
+    ids=["every", "named"],
+)
+def test_each_stage_has_experts_in_the_layers_that_the_trainer_gives_them(
+    sparse: dict[str, Any], num_stages: int
+) -> None:
+    fields = {**SIZES, **EXPERTS, **sparse, "model_type": "qwen3_moe"}
+    stages = [ParallelRank(pp=stage, num_pp=num_stages) for stage in range(num_stages)]
+    held = [sum(math.prod(each.shape) for each in map_shards(read_model_dims(fields), stage)) for stage in stages]
+    setup = MegatronSetup(num_ranks=num_stages, pipeline_parallel=num_stages)
+    assert estimate_megatron_memory(read_architecture(fields), setup, num_tokens=0).weights == 4 * max(held)
 
 
 @pytest.fixture(scope="module")

@@ -24,11 +24,11 @@ DENSE = ModelArchitecture(
     head_dim=2,
     value_dim=2,
     dense_inner=8,
-    num_dense_layers=2,
+    dense_layers=(0, 1),
 )
 """484 weights: 2 layers of 96 in attention, 96 in the MLP and 8 in norms, twice 40 of words, and the last norm."""
 EXPERTS = msgspec.structs.replace(
-    DENSE, dense_inner=0, num_dense_layers=0, num_experts=4, experts_per_token=2, expert_inner=3
+    DENSE, dense_inner=0, dense_layers=(), num_experts=4, experts_per_token=2, expert_inner=3
 )
 """324 weights beside 288 of experts."""
 ONE_NODE = RankLinks(ranks_per_node=4, link=8.0, port=1.0)

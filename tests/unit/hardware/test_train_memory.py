@@ -51,7 +51,7 @@ def make_plain(**sizes: int) -> ModelArchitecture:
     """Make a model of two layers, four heads of 2 numbers, 12 inner values and 10 words."""
     plain = ModelArchitecture(
         **{"family": "llama", "num_layers": 2, "hidden_size": 8, "vocabulary_size": 10, "is_tied": False},
-        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "value_dim": 2, "dense_inner": 12, "num_dense_layers": 2},
+        **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "value_dim": 2, "dense_inner": 12, "dense_layers": (0, 1)},
     )
     return msgspec.structs.replace(plain, **sizes)
 
