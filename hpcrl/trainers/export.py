@@ -1,17 +1,25 @@
 """Export a checkpoint as a model directory that transformers and vLLM load.
 
 python -m hpcrl.trainers.export CAMPAIGN DIR [STEP]
+
+A model may be larger than the memory of the machine: the tensors of one file that is written are there, and no others
+(but for the model beside adapters that transformers loads whole, model_files.py).
 """
 
+import json
+import math
 import os
 import re
 import shutil
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import split_state_dict_into_shards_factory  # noqa: TID251
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from hpcrl.campaign_dir.checkpoints import list_saved_steps
@@ -20,33 +28,42 @@ from hpcrl.config.published_dtype import read_stored_dtype
 from hpcrl.errors import TrainError
 from hpcrl.models.model_config import read_model_config
 from hpcrl.models.weight_files import open_weight_files
+from hpcrl.models.weight_headers import INDEX_FILE
 from hpcrl.plan.records import read_recipe
 from hpcrl.system.exit_codes import EXIT_DONE, run_for_code
 from hpcrl.system.file_watch import advise_on_outage, is_outage
-from hpcrl.system.files import staged_path
+from hpcrl.system.files import staged_path, sync_directory, sync_file
+from hpcrl.system.free_space import find_free_space
 from hpcrl.trainers import checkpoint
-from hpcrl.trainers.adapters import (
-    ADAPTER_PREFIX,
-    MergedTensors,
-    MergedWeight,
-    add_adapters,
-    find_adapters,
-    list_base_weights,
-)
+from hpcrl.trainers.adapters import ADAPTER_PREFIX, MergedWeight, add_adapters, find_adapters, list_base_weights
 from hpcrl.trainers.critic import CRITIC_PREFIX
 from hpcrl.trainers.model_files import open_causal
-from hpcrl.trainers.state import WEIGHT_PART, fill_shards, make_whole_shard, read_whole_shapes, read_whole_tensors
-from hpcrl.weights.stored_tensors import split_tensors
+from hpcrl.trainers.state import WEIGHT_PART, fill_shards, make_whole_shard, read_whole_shapes
 from hpcrl.weights.tensor_file import DTYPE_CODES
 
-WEIGHTS_FILE = "model.safetensors"
+FILE_PATTERN = "model{suffix}.safetensors"
+"""The names of files of weights, as transformers has them."""
+MAX_FILE_BYTES = 5_000_000_000
+"""The size of a file of weights, unless one tensor is larger: these bytes are in memory."""
 WEIGHT_FILE_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
 TORCH_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 """torch's names of safetensors' types."""
 
 
-def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None) -> Path:
+class ExportedWeights(Protocol):
+    """The weights of a checkpoint, under the names of the model's files."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Read the tensors of these names, in these dtypes."""
+
+
+def export_model(
+    campaign: CampaignDir, target: Path, *, step: int | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> Path:
     """Export the newest intact checkpoint, or that of a step, and return it; `target` must not exist."""
     if target.exists():
         raise TrainError(f"{target} exists already: choose another directory, or remove it")
@@ -55,16 +72,57 @@ def export_model(campaign: CampaignDir, target: Path, *, step: int | None = None
     except UnicodeEncodeError:
         raise TrainError(f"{str(target)!r} has a name that is not UTF-8 text: choose another directory") from None
     source = _find_checkpoint(campaign, step)
-    tensors = _read_weights(campaign, source)
-    dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)
-    cast = {name: tensor.to(dtypes.get(name, usual)) for name, tensor in tensors.items()}
+    weights = _open_weights(campaign, source)
+    stored_dtypes, usual = _read_dtypes(campaign.model), _read_usual_dtype(campaign.model)
+    dtypes = {name: stored_dtypes.get(name, usual) for name in weights.shapes}
+    sizes = {name: math.prod(shape) * dtypes[name].itemsize for name, shape in weights.shapes.items()}
+    _check_free_space(campaign.model, target, num_bytes=sum(sizes.values()))
     try:
         with staged_path(target) as temporary:
             shutil.copytree(campaign.model.resolve(), temporary, ignore=shutil.ignore_patterns(*WEIGHT_FILE_PATTERNS))
-            save_file(cast, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+            _write_weights(weights, temporary, dtypes=dtypes, sizes=sizes, max_file_bytes=max_file_bytes)
+            for path in temporary.rglob("*"):
+                (sync_directory if path.is_dir() else sync_file)(path)
+            sync_directory(temporary)
     except (OSError, SafetensorError) as error:
         raise TrainError(f"{target} cannot be written: {_explain_write(error)}") from error
     return source
+
+
+def _check_free_space(model: Path, target: Path, *, num_bytes: int) -> None:
+    """Raise TrainError, before anything is written, if the file system or a quota has no room for all of it."""
+    copied = [path for path in model.resolve().rglob("*") if path.is_file()]
+    num_bytes += sum(
+        path.stat().st_size for path in copied if not any(path.match(pattern) for pattern in WEIGHT_FILE_PATTERNS)
+    )
+    existing = next(path for path in target.absolute().parents if path.exists())
+    free = find_free_space(existing)
+    if num_bytes > free.num_bytes:
+        raise TrainError(
+            f"{target} takes {num_bytes / 1e9:.3g} GB, and {existing} has {free.num_bytes / 1e9:.3g} GB free (by "
+            f"{free.source}): free space, or choose a directory on another file system"
+        )
+
+
+def _write_weights(
+    weights: ExportedWeights,
+    directory: Path,
+    *,
+    dtypes: Mapping[str, torch.dtype],
+    sizes: dict[str, int],
+    max_file_bytes: int,
+) -> None:
+    """Write one file after another, and the index if there are several."""
+    split = split_state_dict_into_shards_factory(
+        sizes, get_storage_size=int, filename_pattern=FILE_PATTERN, max_shard_size=max_file_bytes
+    )
+    for file_name, names in split.filename_to_tensors.items():
+        tensors = weights.read({name: dtypes[name] for name in names})
+        save_file(tensors, directory / file_name, metadata={"format": "pt"})
+        del tensors  # before those of the next file are read
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _explain_write(error: OSError | SafetensorError) -> str:
@@ -78,21 +136,59 @@ def _explain_write(error: OSError | SafetensorError) -> str:
     return f"{why}: {advise_on_outage(error)}" if is_outage(error) else why
 
 
-def _read_weights(campaign: CampaignDir, source: Path) -> Mapping[str, torch.Tensor]:
-    """Read the model of a checkpoint; one of adapters is the model that the campaign started from, with these."""
-    names = [name for part, name in read_whole_shapes(source) if part == WEIGHT_PART]
-    if not any(name.startswith(ADAPTER_PREFIX) for name in names):
-        return read_whole_tensors(source, names=[name for name in names if not name.startswith(CRITIC_PREFIX)])
-    train, source_model = read_recipe(campaign, skips_unknown=True).train, open_causal(campaign.model)
-    module = source_model.module
-    source_model.fill(module, torch.device("cpu"))
-    add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
-    trained = module.named_parameters(prefix=ADAPTER_PREFIX.removesuffix("."))
-    with torch.no_grad():
-        fill_shards([make_whole_shard(name, each) for name, each in trained if each.requires_grad], source)
-        adapters = find_adapters(module)
-        merged = {name: MergedWeight(each, adapters.get(name)) for name, each in list_base_weights(module).items()}
-        return MergedTensors(split_tensors(merged, source_model.stored or {}))
+def _open_weights(campaign: CampaignDir, source: Path) -> ExportedWeights:
+    """Open the model of a checkpoint; one of adapters is the model that the campaign started from, with these."""
+    shapes = {name: shape for (part, name), shape in read_whole_shapes(source).items() if part == WEIGHT_PART}
+    if any(name.startswith(ADAPTER_PREFIX) for name in shapes):
+        return MergedWeights(campaign, source)
+    return SavedWeights(source, {name: shape for name, shape in shapes.items() if not name.startswith(CRITIC_PREFIX)})
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights that a checkpoint has."""
+
+    source: Path
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        tensors = {name: torch.empty(self.shapes[name], dtype=dtype) for name, dtype in dtypes.items()}
+        fill_shards([make_whole_shard(name, tensor) for name, tensor in tensors.items()], self.source)
+        return tensors
+
+
+class MergedWeights:
+    """The weights that a campaign with adapters started from, each merged with its own when it is read."""
+
+    def __init__(self, campaign: CampaignDir, source: Path) -> None:
+        """Read the adapters of a checkpoint; no weight is read."""
+        train = read_recipe(campaign, skips_unknown=True).train
+        self._model = open_causal(campaign.model)
+        module, stored = self._model.module, self._model.stored or {}
+        add_adapters(module, rank=train.lora_rank, alpha=train.lora_alpha)
+        self._adapters = find_adapters(module)
+        for adapter in self._adapters.values():
+            adapter.to_empty(device="cpu")
+        trained = module.named_parameters(prefix=ADAPTER_PREFIX.removesuffix("."))
+        with torch.no_grad():
+            fill_shards([make_whole_shard(name, each) for name, each in trained if each.requires_grad], source)
+        weights = list_base_weights(module)
+        self._wholes = {name: make_whole_shard(name, tensor).shard for name, tensor in weights.items()}
+        self._places = {name: (whole.shape, whole) for name, whole in self._wholes.items() if name not in stored}
+        self._places |= {each.name: (each.shape, each.place) for name in weights for each in stored.get(name, ())}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: shape for name, (shape, _) in self._places.items()}
+
+    def read(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        return {name: self._read_tensor(name).to(dtype) for name, dtype in dtypes.items()}
+
+    def _read_tensor(self, name: str) -> torch.Tensor:
+        stored_shape, place = self._places[name]
+        adapter = self._adapters.get(place.name)
+        read = place if adapter is None else self._wholes[place.name]
+        weight = torch.empty(read.shape)
+        self._model.read_shards([(read, weight)])
+        merged = weight if adapter is None else MergedWeight(weight, adapter)[place.index].detach()
+        return merged.view(stored_shape)
 
 
 def _find_checkpoint(campaign: CampaignDir, step: int | None) -> Path:
@@ -129,8 +225,7 @@ def _read_usual_dtype(model: Path) -> torch.dtype:
 
 def list_dtypes(model: Path) -> list[str]:
     """List the dtypes of the weights of an exported model."""
-    with safe_open(model / WEIGHTS_FILE, framework="pt") as file:
-        return sorted({str(file.get_tensor(name).dtype).removeprefix("torch.") for name in file.keys()})  # noqa: SIM118
+    return sorted({TORCH_NAMES[code] for code in open_weight_files(model).dtypes.values()})
 
 
 def main() -> int:

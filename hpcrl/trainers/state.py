@@ -7,7 +7,6 @@
     fill_shards         fill shards from the files of all ranks, however those are split
     read_whole_shapes   the names and shapes in the files
     check_same_shapes   refuse a checkpoint of another model
-    read_whole_tensors  read whole weights, on the CPU
     STATE_FILE_PATTERN, MOMENTS_PATTERN   the names of the files of ranks: weights and the rest, and the rest alone
     state_file_name     the file name of a rank's weights
     moments_file_name   that of the state of its optimizer
@@ -101,11 +100,11 @@ def write_state(state_shards: Iterable[StateShard], path: Path) -> None:
 
 def read_whole_shapes(directory: Path) -> dict[tuple[str, str], tuple[int, ...]]:
     """Read the shapes of the whole tensors, by part and name."""
-    return {
-        (stored.part, stored.shard.name): stored.whole
-        for path in _list_state_files(directory)
-        for stored in _read_stored_shards(path)
-    }
+    shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    for path in _list_state_files(directory):
+        with _open_state_file(path) as file:
+            shapes |= {(stored.part, stored.shard.name): stored.whole for stored in _read_stored_shards(file)}
+    return shapes
 
 
 def fill_shards(state_shards: Sequence[StateShard], directory: Path) -> None:
@@ -114,9 +113,12 @@ def fill_shards(state_shards: Sequence[StateShard], directory: Path) -> None:
     for state_shard in state_shards:
         wanted.setdefault((state_shard.part, state_shard.shard.name), []).append(state_shard)
     missing = {id(state_shard): state_shard.tensor.numel() for state_shard in state_shards}
+    only_weights = all(part == WEIGHT_PART for part, _ in wanted)
     for path in _list_state_files(directory):
+        if only_weights and path.match(MOMENTS_PATTERN):
+            continue
         with _open_state_file(path) as file:
-            for number, stored in enumerate(_read_stored_shards(path)):
+            for number, stored in enumerate(_read_stored_shards(file)):
                 for state_shard in wanted.get((stored.part, stored.shard.name), ()):
                     missing[id(state_shard)] -= _copy_overlap(
                         state_shard, stored.shard, file.get_slice(str(number)), file, number
@@ -160,9 +162,8 @@ def _open_state_file(path: Path) -> Any:
         raise TrainError(f"{path} cannot be read: {error}: resume from an older checkpoint") from error
 
 
-def _read_stored_shards(path: Path) -> list[_StoredShard]:
-    with _open_state_file(path) as file:
-        described = (file.metadata() or {}).get("pieces", "[]")
+def _read_stored_shards(file: Any) -> list[_StoredShard]:
+    described = (file.metadata() or {}).get("pieces", "[]")
     return msgspec.json.decode(described, type=list[_StoredShard])
 
 
@@ -184,12 +185,3 @@ def _find_differences(saved: dict[str, tuple[int, ...]], expected: dict[str, tup
             yield f"{name!r} is only in {'the checkpoint' if name in saved else 'the model'}"
         elif saved[name] != expected[name]:
             yield f"{name!r} is {saved[name]} in the checkpoint and {expected[name]} in the model"
-
-
-def read_whole_tensors(directory: Path, *, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Read the weights in the files, or those of these names, whole and on the CPU."""
-    saved = {name: shape for (part, name), shape in read_whole_shapes(directory).items() if part == WEIGHT_PART}
-    chosen = list(saved if names is None else names)
-    state_shards = [make_whole_shard(name, torch.empty(saved[name])) for name in chosen]
-    fill_shards(state_shards, directory)
-    return {state_shard.shard.name: state_shard.tensor for state_shard in state_shards}

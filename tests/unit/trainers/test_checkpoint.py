@@ -30,7 +30,7 @@ from hpcrl.trainers.checkpoint import (
     prune_checkpoints,
     read_checkpoint,
 )
-from hpcrl.trainers.state import read_whole_tensors
+from hpcrl.trainers.state import WEIGHT_PART, fill_shards, make_whole_shard, read_whole_shapes
 from hpcrl.trainers.torch import TorchTrainer
 from tests.support.disks import largest_file
 from tests.support.trajectories import make_trajectory
@@ -292,6 +292,14 @@ def train_steps(model_dir, directory, *, num_steps, **changed):
             extra={"reward": -float(step)},
         )
     return trainer
+
+
+def read_whole_tensors(directory):
+    """Read the weights of a checkpoint."""
+    shapes = {name: shape for (part, name), shape in read_whole_shapes(directory).items() if part == WEIGHT_PART}
+    found = {name: torch.empty(shape) for name, shape in shapes.items()}
+    fill_shards([make_whole_shard(name, tensor) for name, tensor in found.items()], directory)
+    return found
 
 
 def test_the_best_keep_their_weights_alone_and_are_never_resumed_from(tmp_path, model_dir):
