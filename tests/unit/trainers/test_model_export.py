@@ -224,3 +224,19 @@ def test_an_export_that_does_not_fit_is_refused_before_anything_is_written(train
     monkeypatch.setattr(export, "find_free_space", lambda path: FreeSpace(need, 1e6))
     export_model(campaign, tmp_path / "models" / "new" / "hf")
     assert sum(path.stat().st_size for path in (tmp_path / "models" / "new" / "hf").iterdir()) >= need
+
+
+def test_adapters_of_a_model_that_transformers_loads_whole_are_exported(tmp_path):
+    torch.set_num_threads(1)
+    campaign = CampaignDir(tmp_path / "campaign")
+    weights = make_model(campaign.model, tied=True) / "model.safetensors"
+    torch.save(load_file(weights), campaign.model / "pytorch_model.bin")
+    weights.unlink()
+    campaign.recipe.write_bytes(msgspec.json.encode(make_recipe("train.lora_rank=2")))
+    trainer = TorchTrainer(campaign.model, settings(lora_rank=2, learning_rate=1e-2), seed=1)
+    trainer.train_step(batch(), step=1, version=0)
+    save_checkpoint(campaign.checkpoints, step=1, version=1, trainer=trainer, consumed=ConsumedTrajectories())
+    export_model(campaign, tmp_path / "hf", max_file_bytes=MAX_FILE_BYTES)
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).named_parameters())
+    assert exported.keys() == trainer.tensors().keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in trainer.tensors().items())
