@@ -25,6 +25,7 @@ from hpcrl.campaign_dir.events import (
     JobOutcome,
     JobStarted,
     LayoutChosen,
+    StepFinished,
 )
 from hpcrl.campaign_dir.job_end import REASON_DONE, EndCause, JobEnd, JobError
 from hpcrl.campaign_dir.paths import CampaignDir
@@ -394,11 +395,20 @@ class JobDriver:
             failure = self.workers.describe_trainer_end(runtime, code)
             return self._finish("cut", f"{drain_reason}, and the trainer failed: {failure}")
         if self.drain.is_overdue:
-            return self._finish("cut", f"{drain_reason}, and the time was too short for a checkpoint")
+            return self._finish("cut", f"{drain_reason}, and {self._describe_cut()}")
         if self.lease_looks.is_due() and self.lease.is_lost():
             reason = "another job runs this campaign: Slurm reported that this one had ended"
             return JobEnd(outcome="failed", reason=reason, cause="infrastructure")
         return None
+
+    def _describe_cut(self) -> str:
+        """Describe for what the time was too short: the step of ranks in Slurm may end late, after all was saved."""
+        reader = EventReader.for_role(self.campaign.events, "train", job=self.job.number)
+        reader.skip_to_tails()
+        last = max((event.step for event in reader.poll() if isinstance(event, StepFinished)), default=0)
+        if next_job.has_checkpoint(self.campaign) and (saved := next_job.find_last_step(self.campaign)) >= last:
+            return f"the trainer had not ended in time, but there is a checkpoint of its last step, {saved}"
+        return "the time was too short for a checkpoint"
 
     def _finish(self, outcome: JobOutcome, reason: str) -> JobEnd:
         """Let the workers seal what they hold before they are ended; a user's request to stop ends the campaign."""

@@ -156,6 +156,25 @@ def test_a_job_that_makes_its_last_step_while_it_drains_is_complete(driver):
     assert (end.outcome, end.cause) == ("done", "complete")
 
 
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (None, "the time was too short for a checkpoint"),
+        (17, "the time was too short for a checkpoint"),
+        (18, "the trainer had not ended in time, but there is a checkpoint of its last step, 18"),
+    ],
+)
+def test_a_job_that_was_cut_lacks_a_checkpoint_only_if_its_last_step_has_none(driver, saved, expected):
+    trainer = EventLog.open(driver.campaign, "train", 0, job=0, role="train")
+    for step in (17, 18):
+        trainer.emit(StepFinished(step=step))
+    if saved is not None:
+        make_private_dir(driver.campaign.checkpoints / f"000004-step-{saved:06d}")
+    driver.drain.start(DrainRequest(reason="it received SIGTERM", grace_s=-1.0, cause="cancellation"))
+    end = driver._find_end(types.SimpleNamespace(), None)
+    assert (end.outcome, end.reason) == ("cut", f"it received SIGTERM, and {expected}")
+
+
 def test_a_job_whose_last_step_is_made_names_the_domains_that_were_not_trained(driver):
     log = EventLog.open(driver.campaign, "env", 0, job=0, role="env")
     for num in range(1, 1000):  # its file is longer than what is read of it
