@@ -26,7 +26,7 @@ from hpcrl.config.user_code import load_code
 from hpcrl.errors import ConfigError, HpcrlError
 from hpcrl.hardware.architecture import QUANTISED_ADVICE, read_rope_factor
 from hpcrl.models.weight_headers import check_served_files, check_weight_files, check_weight_names
-from hpcrl.plan.checks import check_lengths
+from hpcrl.plan.checks import check_kv, check_lengths
 from hpcrl.system.files import is_directory, is_file, read_json
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ def check_model(recipe: Recipe) -> None:
     context_length = read_context_length(path, max_model_len=None if _knows_context(fields) else max_model_len)
     check_lengths(recipe, context_length * read_rope_factor(fields))
     _check_architecture(recipe, fields)
+    if recipe.has_rollouts:
+        check_kv(recipe.engine, fields, prefix="")
     template = load_chat_template(path, recipe.model)
     _check_template_kwargs(recipe.model.chat_template_kwargs, list_variables(template.text), source=template.source)
     try:
@@ -231,6 +233,7 @@ def _check_judge(table: str, judge: JudgeConfig) -> None:
     if judge.engine.backend == "vllm" and reads_weight_files(judge.engine):
         check_served_files(f"{table}.path", path)
     elif judge.engine.backend == "embedded":
+        check_kv(judge.engine, fields, prefix=f"{table}.")
         check_weight_files(f"{table}.path", path)
         check_weight_names(f"{table}.path", path, fields)
     if generates and judge.engine.backend != "vllm":

@@ -2,6 +2,7 @@
 
 check_recipe             raise a PlanError for the first conflict, with a fix
 check_engine_gpus        the same, of the GPUs that engines have; again after the planner has chosen them
+check_kv                 the same of a model whose KV the embedded engine cannot keep
 check_lengths            the same for lengths beyond a model's context
 """
 
@@ -682,6 +683,8 @@ def _check_pipeline(recipe: Recipe) -> None:
 def _check_engine(recipe: Recipe) -> None:
     """Check that the GPUs of an engine worker divide into stages, and the model's heads among a stage's GPUs."""
     _check_engine_of(recipe.engine, prefix="")
+    if recipe.has_rollouts:
+        check_kv(recipe.engine, recipe.model.config, prefix="")
     check_engine_gpus(recipe)
     for name, is_set in (("switch_roles", recipe.router.switch_roles), ("sizing", recipe.router.sizing == "auto")):
         if is_set and not recipe.has_prefill:
@@ -735,6 +738,7 @@ def _check_judges(recipe: Recipe) -> None:
                 raise PlanError(f"domains.{name}.{option} = {chosen!r}: add it to domains.{name}.judges")
     for role, (name, judge) in zip(recipe.judge_roles, recipe.judge.items(), strict=True):
         _check_engine_of(judge.engine, prefix=f"judge.{name}.")
+        check_kv(judge.engine, judge.config, prefix=f"judge.{name}.")
         _check_engine_gpus(role, judge.engine, judge, recipe=recipe, prefix=f"judge.{name}.")
 
 
@@ -764,6 +768,21 @@ def _check_engine_of(engine: EngineConfig, *, prefix: str) -> None:
     _check_simulated(engine, prefix)
     _check_parser(f"{prefix}engine.tool_parser", engine.tool_parser, TOOL_PARSER_NAMES)
     _check_parser(f"{prefix}engine.reasoning_parser", engine.reasoning_parser, REASONING_PARSER_NAMES)
+
+
+def check_kv(engine: EngineConfig, config: Mapping[str, Any], *, prefix: str) -> None:
+    """Raise PlanError for compressed attention in the embedded engine, whose keys and values have one size."""
+    fields = select_fields(config)
+    if engine.backend != "embedded" or not fields.get("kv_lora_rank"):
+        return
+    key, value = (
+        sum(fields.get(f"{name}_head_dim", 0) for name in names) for names in (("qk_nope", "qk_rope"), ("v",))
+    )
+    if key != value:
+        raise PlanError(
+            f'{prefix}engine.backend = "embedded" keeps keys and values of one size, and those of the model, whose '
+            f'attention is compressed, have {key} and {value} numbers a head: set {prefix}engine.backend = "vllm"'
+        )
 
 
 def check_engine_gpus(recipe: Recipe) -> None:

@@ -54,7 +54,10 @@ def probe_kv_shape(model: Any) -> KvShape:
         model(input_ids=ids_11, use_cache=True, **{name_cache_argument(model): cache})
     shapes = {tuple(t.shape) for layer in cache.layers for t in (layer.keys, layer.values)}
     if len(shapes) != 1:
-        raise EngineError(f"model {model.config.model_type!r} has KV of several shapes {sorted(shapes)}: not supported")
+        raise EngineError(
+            f"model {model.config.model_type!r} has KV of several shapes {sorted(shapes)}: choose another model or "
+            "engine.backend"
+        )
     _, num_heads, _, head_dim = shapes.pop()
     keys = cache.layers[0].keys
     return KvShape(len(cache.layers), num_heads, head_dim, keys.dtype, keys.device)

@@ -41,6 +41,13 @@ def test_a_variable_that_the_template_reads_may_be_set(model: Path, home: Path) 
     check_model(request_of(model, "model.chat_template_kwargs.enable_thinking=false").recipe)
 
 
+def test_compressed_kv_needs_vllm_also_in_a_model_too_small_for_a_plan(model: Path, home: Path) -> None:
+    change_config(model, kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32)
+    with pytest.raises(PlanError, match=r'have 96 and 32 numbers a head: set engine\.backend = "vllm"'):
+        check_model(request_of(model).recipe)
+    check_model(request_of(model, "engine.backend=vllm").recipe)
+
+
 def change_config(model: Path, **changes: Any) -> None:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -212,6 +212,27 @@ def test_settings_of_vllm_are_refused_where_another_engine_runs(setting: str) ->
     check_recipe(make_recipe(setting, "engine.backend=vllm"))
 
 
+COMPRESSED = {
+    **{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61},
+    **{"num_attention_heads": 128, "vocab_size": 129280, "kv_lora_rank": 512, "qk_nope_head_dim": 128},
+    **{"qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+
+
+@pytest.mark.parametrize("table", ["", "judge.grader."])
+def test_a_model_with_compressed_kv_needs_vllm(table: str) -> None:
+    model = f"{table}path" if table else "model.path"
+    config = f"{table}config" if table else "model.config"
+    settings = (f"{model}=/models/deepseek", *(f"{config}.{name}={value}" for name, value in COMPRESSED.items()))
+    wanted = rf'^{table}engine\.backend = "embedded" .* have 192 and 128 numbers a head: set .*backend = "vllm"$'
+    with pytest.raises(PlanError, match=wanted):
+        check_recipe(make_recipe(*settings))
+    check_recipe(make_recipe(*settings, f"{table}engine.backend=vllm"))
+    check_recipe(make_recipe(*settings, f"{config}.v_head_dim=192"))
+    if not table:
+        check_recipe(make_recipe(*settings, name="sft"))  # which has no engines
+
+
 def test_copies_and_rounded_weights_need_the_gpus_for_them() -> None:
     vllm = ("engine.backend=vllm", "resources.prefill.gpus_per_worker=4", "resources.decode.gpus_per_worker=4")
     assert "gpus_per_worker = 4 cannot be divided among engine.data_parallel = 3 copies" in refuse_plan(
