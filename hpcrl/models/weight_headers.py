@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrl.errors import ConfigError
-from hpcrl.hardware.architecture import KNOWN_FAMILIES, read_architecture
+from hpcrl.hardware.architecture import KNOWN_FAMILIES, ModelArchitecture, read_architecture, select_fields
 from hpcrl.system.json_records import decode_record
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,7 +65,7 @@ def _check_whole(setting: str, directory: Path, files: list[Path]) -> None:
 
 
 def check_weight_names(setting: str, directory: Path, fields: Mapping[str, Any]) -> None:
-    """Raise ConfigError for files with other layers, words, experts or output layer than config.json names.
+    """Raise ConfigError for files with other layers, words, experts, sizes or output layer than config.json names.
 
     Only models of families whose tensors are known are checked, in files with transformers' names.
     """
@@ -75,12 +75,13 @@ def check_weight_names(setting: str, directory: Path, fields: Mapping[str, Any])
         return
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(f"{setting} = {str(directory)!r}: its config.json cannot be used: {error}") from error
-    tensors = {name: path for path in _list_files(setting, directory) for name in _read_header(path)}
+    headers = {path: _read_header(path) for path in _list_files(setting, directory)}
+    tensors = {name: path for path, header in headers.items() for name in header}
     if shape.family not in KNOWN_FAMILIES or _TABLE not in tensors:
         return
     num_extra = fields.get("num_nextn_predict_layers") or 0  # layers that predict further tokens are not loaded
     num_layers, num_experts = _count(r"model\.layers\.(\d+)\.", tensors), _count(r".*\.experts\.(\d+)\.", tensors)
-    num_words = _read_header(tensors[_TABLE])[_TABLE]["shape"][0]
+    num_words = headers[tensors[_TABLE]][_TABLE]["shape"][0]
     problem = None
     if not shape.num_layers <= num_layers <= shape.num_layers + num_extra:
         problem = f"num_hidden_layers = {shape.num_layers}, and its files have {num_layers} layers"
@@ -92,11 +93,36 @@ def check_weight_names(setting: str, directory: Path, fields: Mapping[str, Any])
         problem = f"tie_word_embeddings = false, and its files have no {_HEAD}"
     elif shape.is_tied and _HEAD in tensors and _differ(tensors):
         problem = f"tie_word_embeddings = true, and its files have a {_HEAD} that differs from {_TABLE}"
+    else:
+        sizes = {name: each["shape"] for header in headers.values() for name, each in header.items()}
+        problem = _find_wrong_size(shape, sizes, select_fields(fields))
     if problem is not None:
         raise ConfigError(
             f"{setting} = {str(directory)!r} has a config.json with {problem}: correct config.json, or download both "
             "again"
         )
+
+
+def _find_wrong_size(shape: ModelArchitecture, sizes: Mapping[str, list[int]], fields: Mapping[str, Any]) -> str | None:
+    """Return the first size of a matrix that is not what fields of config.json give; None if there is none."""
+    if "quantization_config" in fields:  # packed values have other shapes
+        return None
+    head = "(qk_nope_head_dim + qk_rope_head_dim)" if shape.kv_rank else "head_dim"
+    inner = "moe_intermediate_size" if fields.get("moe_intermediate_size") else "intermediate_size"
+    num_heads, num_kv_heads = "num_attention_heads", "num_key_value_heads"
+    expected = (  # the end of a name, the dimension, what gives its size
+        (r"embed_tokens", 1, "hidden_size", shape.hidden_size),
+        (r"self_attn\.q(_b)?_proj", 0, f"{num_heads} x {head}", shape.num_heads * shape.head_dim),
+        (r"self_attn\.k_proj", 0, f"{num_kv_heads} x {head}", shape.num_kv_heads * shape.head_dim),
+        (r"mlp\.down_proj", 1, "intermediate_size", shape.dense_inner),
+        (r"experts\.\d+\.(down_proj|w2)", 1, inner, shape.expert_inner),
+    )
+    for ending, dimension, given, size in expected:
+        pattern = re.compile(rf"model\.(layers\.\d+\.(.*\.)?)?{ending}\.weight")
+        for name, found in sizes.items():
+            if len(found) == 2 and found[dimension] != size and pattern.fullmatch(name):
+                return f"{given} = {size}, and {name} in its files has {found[dimension]}"
+    return None
 
 
 def _count(pattern: str, names: Mapping[str, Path]) -> int:

@@ -30,7 +30,7 @@ _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_r
 """The sizes of compressed attention; on CPUs vLLM has kernels for a rank of 512 with 64 rotated values alone."""
 EXPERT_FAMILIES = {
     "qwen3_moe": {"num_experts": 4},
-    "mixtral": {"num_local_experts": 4},
+    "mixtral": {"num_local_experts": 4, "moe_intermediate_size": None},  # a field that it does not have
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, "head_dim": None, "hidden_size": 128},
     "deepseek_v3": {
         **{**_BIASED, **_LATENT, "num_key_value_heads": 4, "head_dim": None, "n_group": 2},

@@ -16,8 +16,9 @@ from hpcrl.campaign.request import CampaignRequest, load_request
 from hpcrl.campaign.submission import submit
 from hpcrl.campaign.submission_checks import check_plan, check_request, run_model_check
 from hpcrl.errors import ConfigError, HpcrlError, PlanError
-from hpcrl.models.weight_headers import INDEX_FILE
+from hpcrl.models.weight_headers import INDEX_FILE, check_weight_names
 from hpcrl.testing.model_templates import FAMILIES, save_family
+from tests.support.families import make_family_model
 
 NEVER_ENDS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -394,6 +395,37 @@ def test_files_of_another_model_than_its_config_are_refused(
     write_weights(model, head=head)
     with pytest.raises(ConfigError, match=problem):
         check_model(request_of(model).recipe)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("qwen3", {"hidden_size": 96}, r"hidden_size = 96, and model\.embed_tokens\.weight in its files has 64"),
+        ("qwen3", {"head_dim": 16}, r"num_attention_heads x head_dim = 64, and .*q_proj\.weight in its files has 128"),
+        ("llama", {"num_key_value_heads": 4}, r"num_key_value_heads x head_dim = 128, and .*k_proj.* has 64"),
+        ("qwen2", {"intermediate_size": 48}, r"intermediate_size = 48, and .*mlp\.down_proj\.weight in .* has 64"),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 16},
+            r"moe_intermediate_size = 16, and .*experts\.0\.down_proj.* has 32",
+        ),
+        ("mixtral", {"intermediate_size": 16}, r"with intermediate_size = 16, and .*experts\.0\.w2\.weight .* has 64"),
+        ("glm4_moe", {"intermediate_size": 48}, r"with intermediate_size = 48, and .*\.0\.mlp\.down_proj.* has 64"),
+        (
+            "deepseek_v3",
+            {"qk_nope_head_dim": 16},
+            r"\(qk_nope_head_dim \+ .*\) = 320, and .*q_b_proj\.weight .* has 384",
+        ),
+    ],
+)
+def test_files_with_other_sizes_than_their_config_are_refused(
+    tmp_path: Path, family: str, changes: dict[str, Any], problem: str
+) -> None:
+    make_family_model(tmp_path, family)
+    check_weight_names("model.path", tmp_path, json.loads((tmp_path / "config.json").read_text()))
+    change_config(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=problem):
+        check_weight_names("model.path", tmp_path, json.loads((tmp_path / "config.json").read_text()))
 
 
 def test_shards_without_their_index_are_refused(model: Path, home: Path) -> None:
