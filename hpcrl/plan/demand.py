@@ -16,6 +16,7 @@ make_megatron_setup          the same of trainer "megatron"
 estimate_trainer_node        the host memory of a node of the trainer
 MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
 FixedModel, list_fixed_models, advise_on_fixed_models  the models that the trainer only reads
+warn_unknown_sizes           those that no plan counts, since their size is not known
 show_weights                 a number of weights, for messages
 DRIVER_CPUS, DRIVER_MEM_GIB  reserved for the driver
 """
@@ -295,12 +296,26 @@ def list_fixed_models(recipe: Recipe) -> list[FixedModel]:
         is_whole = node.data_parallel not in (None, recipe.num_train_shares)
         if recipe.train.lora_rank and node.model is None and recipe.teacher is None and not is_whole:
             continue  # the policy without its adapters
-        setting, num_params = f"train.pipeline.{name}.model", _find_node_size(recipe, name)
-        if node.model is None:
-            setting = "train.kl" if recipe.teacher is None else "teacher.path"
+        setting, num_params = _find_node_setting(recipe, name), _find_node_size(recipe, name)
         if num_params is not None:
             found.append(FixedModel(setting, num_params, is_whole, is_policy=setting == "train.kl"))
     return found
+
+
+def warn_unknown_sizes(recipe: Recipe) -> list[str]:
+    """Warn of models that the trainer only reads and no plan counts, since their size is not known."""
+    if recipe.model.path is None and recipe.model.architecture is None:
+        return []  # a model for tests
+    held = {
+        _find_node_setting(recipe, name)
+        for name, node in list_fixed_nodes(recipe.train).items()
+        if _find_node_size(recipe, name) is None and (node.model is not None or _has_own_teacher(recipe))
+    }
+    return [
+        f"the size of {setting} is not known, and the memory of the trainer is counted without it: set "
+        f"{setting.rpartition('.')[0]}.num_params, or stage the model first (hpcrl stage)"
+        for setting in sorted(held)
+    ]
 
 
 def advise_on_fixed_models(models: Sequence[FixedModel]) -> list[str]:
@@ -310,6 +325,14 @@ def advise_on_fixed_models(models: Sequence[FixedModel]) -> list[str]:
     return [*found, *["teacher.judge in place of teacher.path"] * ("teacher.path" in settings)]
 
 
+def _find_node_setting(recipe: Recipe, name: str) -> str:
+    """Return the setting that names the model of a node."""
+    node = recipe.train.pipeline.get(name)
+    if node is not None and node.model is not None:
+        return f"train.pipeline.{name}.model"
+    return "train.kl" if recipe.teacher is None else "teacher.path"
+
+
 def _find_node_size(recipe: Recipe, name: str) -> int | None:
     """Return the number of weights of the model of a node, which may be the teacher's or the policy's first one."""
     node = recipe.train.pipeline.get(name)
@@ -317,7 +340,12 @@ def _find_node_size(recipe: Recipe, name: str) -> int | None:
         return node.num_params
     if recipe.teacher is None:
         return recipe.model.num_weights
-    return recipe.teacher.num_params if recipe.teacher.path is not None else None  # a judge's engines hold theirs
+    return recipe.teacher.num_params if _has_own_teacher(recipe) else None  # a judge's engines hold theirs
+
+
+def _has_own_teacher(recipe: Recipe) -> bool:
+    """Return whether the trainer holds the teacher."""
+    return recipe.teacher is not None and recipe.teacher.path is not None
 
 
 def show_weights(num_params: int) -> str:

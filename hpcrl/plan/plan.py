@@ -36,7 +36,7 @@ from hpcrl.plan.components import (
     make_shared_components,
     plan_reward_jobs,
 )
-from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib
+from hpcrl.plan.demand import PartitionChoice, compute_step_gib, compute_window_gib, warn_unknown_sizes
 from hpcrl.plan.engine_gpus import choose_engine_gpus
 from hpcrl.plan.engine_memory import EngineMemory, find_engine_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, check_spanning_engines
@@ -249,6 +249,7 @@ def make_plan(recipe: Recipe, site: Site) -> Plan:
             *warn_long_trajectories(train_memory, recipe),
             *_warn_no_scheduler(recipe, placement.layout),
             *_warn_estimated_sizes(recipe),
+            *warn_unknown_sizes(recipe),
             *_check_encryption(recipe, site, choices, placement.layout),
             *warn_late_retirement(forecast, recipe),
             *check_job_time(recipe, forecast, num_nodes=components[component_indices["train"]].nodes),

@@ -173,6 +173,7 @@ QWEN3_8B = (
     "train.kl_coef=1.0",
 )
 TEACHER_32B = (*QWEN3_8B, "teacher.path=/models/Qwen3-32B", "teacher.num_params=32_800_000_000")
+SIXTEEN = "resources.train.num_workers=16"
 FOUR_RANKS = ("resources.train.num_workers=4", "train.trainer=megatron")
 
 
@@ -190,6 +191,30 @@ def test_a_teacher_that_every_rank_has_whole_is_refused_where_it_does_not_fit() 
     )
     assert "train.tensor_parallel" in str(caught.value)
     assert "teacher.judge" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        (("teacher.path=/models/Qwen3-32B",), "teacher.path"),
+        (('train.pipeline.reference={model="/models/Qwen3-32B"}',), "train.pipeline.reference.model"),
+    ],
+)
+def test_a_model_of_unknown_size_that_the_trainer_holds_is_warned_of(settings: tuple[str, ...], setting: str) -> None:
+    table = setting.rpartition(".")[0]
+    unknown, known = (
+        plan_on_gpus(*QWEN3_8B, SIXTEEN, *settings, *size) for size in ((), (f"{table}.num_params=1_000_000",))
+    )
+    problem = f"the size of {setting} is not known, and the memory of the trainer is counted without it: set {table}."
+    assert [line for line in unknown.warnings if line not in known.warnings] == [
+        f"{problem}num_params, or stage the model first (hpcrl stage)"
+    ]
+
+
+def test_a_judge_that_is_the_teacher_is_not_missing_in_the_memory_of_the_trainer() -> None:
+    judge = ("judge.grader.path=/models/Qwen3-32B", "teacher.judge=grader", "judge.grader.engine.backend=vllm")
+    plan = plan_on_gpus(*QWEN3_8B, SIXTEEN, *judge, "judge.grader.resources.gpus_per_worker=4")
+    assert not [line for line in plan.warnings if "the size of" in line]
 
 
 def test_ranks_that_share_a_teacher_have_room_for_it() -> None:
