@@ -476,6 +476,7 @@ def _add_step_points(
                     recipe,
                     plan,
                     architecture=architecture,
+                    gpu=gpu,
                     links=links,
                     num_tokens=num_tokens,
                     mean_length=event.length_mean or 0.0,

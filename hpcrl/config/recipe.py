@@ -457,7 +457,8 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     """Ranks that divide the positions of each trajectory, for long ones; it divides the model's attention heads. Auto:
     the fewest with which the plan finds that the longest trajectory fits."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs."""
+    """Precision of the forward and backward pass; weights and optimizer are float32. Auto: bf16 on GPUs that
+    compute in it."""
     recompute: Literal["auto"] | bool = "auto"
     """Layers keep only their inputs for the gradient, and compute the rest again; auto: where the plan finds that the
     micro-batches do not fit otherwise, and with sharding = "full" without known sizes."""
@@ -583,9 +584,9 @@ class TrainConfig(ConfigTable, frozen=True, kw_only=True):
     pipeline: dict[Name, PipelineNode] = {}
     """Nodes added to those of `advantage` and the loss, by name."""
 
-    def has_bf16(self, *, on_gpus: bool) -> bool:
-        """Return whether the trainer's passes are in bf16, on GPUs or on CPUs."""
-        return self.precision == "bf16" or (self.precision == "auto" and on_gpus)
+    def has_bf16(self, *, on_bf16_gpus: bool) -> bool:
+        """Return whether the trainer's passes are in bf16, on GPUs that compute in it or on other hardware."""
+        return self.precision == "bf16" or (self.precision == "auto" and on_bf16_gpus)
 
     @property
     def degrees(self) -> ParallelDegrees:

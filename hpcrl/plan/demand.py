@@ -11,6 +11,7 @@ count_dealt_gpus             how many these are
 count_published              the values of a version of the weights
 compute_window_gib           the shared memory of weights on one node
 count_episodes, average_episode  the episodes of a training step, and the turns and tokens of one
+settle_precision             what train.precision = "auto" is on a GPU
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 make_megatron_setup          the same of trainer "megatron"
 estimate_trainer_node        the host memory of a node of the trainer
@@ -35,6 +36,7 @@ from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
 from hpcrl.hardware.architecture import find_context_conflict
+from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import MegatronSetup
 from hpcrl.hardware.train_memory import NodeMemory, RankSetup, count_adapter_params, estimate_node_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
@@ -184,13 +186,21 @@ def average_episode(recipe: Recipe) -> tuple[float, float]:
     return (turns / weights, tokens / weights) if weights else (0.0, 0.0)
 
 
+def settle_precision(recipe: Recipe, gpu: GpuModel | None) -> Recipe:
+    """Return the recipe with train.precision = "fp32" where that is "auto" and the trainer's GPU has no bfloat16."""
+    if recipe.train.precision != "auto" or gpu is None or gpu.has_bf16:
+        return recipe
+    train = msgspec.structs.replace(recipe.train, precision="fp32")
+    return msgspec.structs.replace(recipe, train=train)
+
+
 def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
     """Return the settings that decide what a rank of trainer "torch" holds."""
     train, num_ranks = recipe.train, recipe.resources.train.num_workers
     return RankSetup(
         num_ranks=num_ranks,
         is_sharded=train.sharding == "full" and num_ranks > 1,
-        is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
+        is_bf16=train.has_bf16(on_bf16_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
         has_mask=train.rows == "packed" and find_context_conflict(recipe.model.config, size=1) is not None,
@@ -208,7 +218,7 @@ def make_megatron_setup(recipe: Recipe, *, has_recompute: bool) -> MegatronSetup
         num_ranks=recipe.resources.train.num_workers,
         **train.degrees.settings,
         pipeline_chunks=train.pipeline_chunks,
-        is_bf16=train.has_bf16(on_gpus=recipe.resources.train.gpus_per_worker > 0),
+        is_bf16=train.has_bf16(on_bf16_gpus=recipe.resources.train.gpus_per_worker > 0),
         has_recompute=has_recompute,
     )
 

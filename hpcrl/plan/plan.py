@@ -579,7 +579,21 @@ def _check_encryption(
 
 
 def _warn_no_bf16(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe, site: Site) -> list[str]:
-    """Warn of engines that would compute in bfloat16 on GPUs that cannot."""
+    """Warn of a trainer and of engines that would compute in bfloat16 on GPUs that cannot."""
+    return [*_warn_slow_precision(choices["train"], recipe, site), *_warn_float16_engines(choices, recipe, site)]
+
+
+def _warn_slow_precision(choice: PartitionChoice, recipe: Recipe, site: Site) -> list[str]:
+    gpu = site.find_gpu(site.partitions[choice.partition].gpu) if choice.gpus_per_worker else None
+    if recipe.train.precision != "bf16" or gpu is None or gpu.has_bf16:
+        return []
+    return [
+        f'train.precision = "bf16", and {gpu.name} has no bfloat16, which its GPUs emulate slowly: set '
+        'train.precision = "auto", which is fp32 there'
+    ]
+
+
+def _warn_float16_engines(choices: Mapping[RoleName, PartitionChoice], recipe: Recipe, site: Site) -> list[str]:
     if recipe.engine.backend != "vllm" or choose_published_dtype(recipe, recipe.model.config) != "bfloat16":
         return []
     gpus = {site.partitions[choices[role].partition].gpu for role in ENGINE_ROLES if role in choices}

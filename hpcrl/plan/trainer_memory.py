@@ -42,6 +42,7 @@ from hpcrl.plan.demand import (
     list_fixed_models,
     make_megatron_setup,
     make_rank_setup,
+    settle_precision,
     show_weights,
 )
 from hpcrl.plan.trainer_checks import find_megatron_conflict, find_share_conflict
@@ -156,6 +157,7 @@ def find_trainer_memory(recipe: Recipe, choice: PartitionChoice | None, site: Si
     shape, gpu = recipe.model.architecture, _find_gpu(recipe, choice, site)
     if shape is None or choice is None or gpu is None:
         return None
+    recipe = settle_precision(recipe, gpu)
     usable = _find_usable_bytes(gpu)
     num_tokens = _choose_micro_batch(recipe, shape, num_bytes=usable)
     need = _compute_need(recipe, shape, num_bytes=usable, num_tokens=num_tokens)
@@ -204,6 +206,7 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
     if choice is None:
         return None
     gpu, shape = _find_gpu(recipe, choice, site), recipe.model.architecture
+    recipe = settle_precision(recipe, gpu)
     if gpu is None or shape is None:
         return _explain_state_refusal(recipe, choice, gpu)
     usable = _find_usable_bytes(gpu)
@@ -218,7 +221,7 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
     num_gpus = site.partitions[choice.partition].gpus_per_node
-    advice = _list_advice(recipe, shape, num_bytes=usable, num_tokens=num_tokens, gpus_per_node=num_gpus)
+    advice = _list_advice(recipe, shape, gpu=gpu, num_tokens=num_tokens, gpus_per_node=num_gpus)
     is_torch = recipe.train.trainer == "torch"
     if is_torch and not recipe.train.offload and recipe.resources.train.num_workers > 1:
         settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
@@ -238,8 +241,10 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
 
 def may_fit(recipe: Recipe, site: Site) -> bool:
     """Return whether a rank of the trainer fits on some GPU of the site, or that is not known."""
-    shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
-    return shape is None or usable is None or _has_room(recipe, shape, num_bytes=usable)
+    shape, gpu = recipe.model.architecture, _find_largest_gpu(recipe, site)
+    if shape is None or gpu is None:
+        return True
+    return _has_room(settle_precision(recipe, gpu), shape, num_bytes=_find_usable_bytes(gpu))
 
 
 def _has_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> bool:
@@ -251,18 +256,19 @@ def _has_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> 
 
 def may_hold_state(recipe: Recipe, site: Site) -> bool:
     """Return whether some GPU of the site holds what a rank has without any tokens, or that is not known."""
-    shape, usable = recipe.model.architecture, _find_most_usable_bytes(recipe, site)
-    if shape is None or usable is None:
+    shape, gpu = recipe.model.architecture, _find_largest_gpu(recipe, site)
+    if shape is None or gpu is None:
         return True
+    recipe, usable = settle_precision(recipe, gpu), _find_usable_bytes(gpu)
     return _compute_need(recipe, shape, num_bytes=usable, num_tokens=0).without_tokens <= usable
 
 
-def _find_most_usable_bytes(recipe: Recipe, site: Site) -> float | None:
-    """Return what the largest GPU of the site has for a rank; None without GPUs, or where one of them is not known."""
+def _find_largest_gpu(recipe: Recipe, site: Site) -> GpuModel | None:
+    """Return the GPU of the site with the most memory; None without GPUs, or where one of them is not known."""
     gpus = [site.find_gpu(name) for name in {each.gpu for each in site.partitions.values() if each.gpus_per_node}]
-    if not recipe.resources.train.gpus_per_worker or None in gpus or not gpus:
+    if not recipe.resources.train.gpus_per_worker or None in gpus:
         return None
-    return max(_find_usable_bytes(gpu) for gpu in gpus if gpu is not None)
+    return max((gpu for gpu in gpus if gpu is not None), key=_find_usable_bytes, default=None)
 
 
 def warn_long_trajectories(memory: TrainerMemory | None, recipe: Recipe) -> list[str]:
@@ -466,11 +472,11 @@ def _show_parts(parts: Mapping[str, float]) -> str:
 
 
 def _list_advice(
-    recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int, gpus_per_node: int
+    recipe: Recipe, shape: ModelArchitecture, *, gpu: GpuModel, num_tokens: int, gpus_per_node: int
 ) -> list[str]:
     """List the changes after each of which the micro-batch fits; the fewest settings first."""
-    found, is_megatron = [], recipe.train.trainer == "megatron"
-    kinds = [_list_changes(recipe), _list_context_changes(recipe)]
+    found, is_megatron, num_bytes = [], recipe.train.trainer == "megatron", _find_usable_bytes(gpu)
+    kinds = [_list_changes(recipe, has_bf16=gpu.has_bf16), _list_context_changes(recipe)]
     if is_megatron:
         kinds = [_list_megatron_changes(recipe, gpus_per_node=gpus_per_node)]
     for changes in kinds:
@@ -516,7 +522,7 @@ def list_context_sizes(recipe: Recipe) -> list[int]:
     return [size for size in powers if not num_ranks % size and not find_context_conflict(config, size=size)]
 
 
-def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _list_changes(recipe: Recipe, *, has_bf16: bool) -> Iterator[dict[str, Any]]:
     """Yield settings to try: alone, together, and with more and more ranks."""
     train, num_ranks = recipe.train, recipe.resources.train.num_workers
     single: dict[str, Any] = {}
@@ -524,7 +530,7 @@ def _list_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
         single["train.recompute"] = "auto"
     if train.sharding == "none" and num_ranks > 1:
         single["train.sharding"] = "full"
-    if train.precision == "fp32":
+    if train.precision == "fp32" and has_bf16:
         single["train.precision"] = "bf16"
     yield from ({name: value} for name, value in single.items())
     if len(single) > 1:

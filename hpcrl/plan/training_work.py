@@ -14,7 +14,7 @@ from hpcrl.hardware.architecture import ModelArchitecture
 from hpcrl.hardware.cost_model import LINK_BYTES_PER_S, TrainingWork
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.rank_traffic import NO_TRAFFIC, RankLinks, StepBatch, estimate_traffic
-from hpcrl.plan.demand import make_megatron_setup, make_rank_setup
+from hpcrl.plan.demand import make_megatron_setup, make_rank_setup, settle_precision
 from hpcrl.plan.plan import Plan
 
 
@@ -23,13 +23,14 @@ def plan_training_work(
     plan: Plan,
     *,
     architecture: ModelArchitecture,
+    gpu: GpuModel,
     links: RankLinks | None,
     num_tokens: float,
     mean_length: float,
 ) -> TrainingWork:
     """Return the work on this many tokens; without links its ranks send nothing."""
     train = msgspec.structs.replace(recipe.train.with_degrees(plan.train_degrees), sharding=plan.train_sharding)
-    recipe, planned = msgspec.structs.replace(recipe, train=train), plan.role("train")
+    recipe, planned = settle_precision(msgspec.structs.replace(recipe, train=train), gpu), plan.role("train")
     num_shares, num_updates = planned.num_workers / plan.train_degrees.num_together, train.num_minibatches
     num_micro_batches = num_updates * max(
         1, ceil(num_tokens / (num_shares * num_updates * plan.tokens_per_micro_batch))

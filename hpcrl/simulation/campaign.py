@@ -226,6 +226,7 @@ class SimulatedCampaign:
                 self.recipe,
                 self.request.plan,
                 architecture=self.sizes.architecture,
+                gpu=self.sizes.train.gpu,
                 links=self.sizes.train_links,
                 num_tokens=num_tokens,
                 mean_length=num_tokens / len(chosen),

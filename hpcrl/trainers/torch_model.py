@@ -46,7 +46,7 @@ from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.optimizer import MOMENT_PARTS, WeightUpdate, make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, list_local_shards, make_whole_shard
 from hpcrl.trainers.token_model import TokenModel
-from hpcrl.trainers.world import World
+from hpcrl.trainers.world import World, computes_in_bf16
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stored_tensors import StoredTensors, list_model_tensors, split_shard, split_tensors
 from hpcrl.weights.stores.sharded_store import LocalShards, ShardValues
@@ -287,7 +287,7 @@ def _is_sharded(train: TrainConfig, world: World) -> bool:
 
 
 def _has_bf16(train: TrainConfig, world: World) -> bool:
-    return train.has_bf16(on_gpus=world.device.type == "cuda")
+    return train.has_bf16(on_bf16_gpus=computes_in_bf16(world.device))
 
 
 def choose_frozen_dtype(train: TrainConfig, world: World) -> torch.dtype:

@@ -2,6 +2,7 @@
 
     World         this rank among the others; a single rank never communicates
     SINGLE_RANK   the world of one rank
+    computes_in_bf16  whether a device is a GPU with bfloat16
     join_world    meet the other ranks, at a TCP store whose address rank 0 writes to a private file
     leave_world   leave the process group
     StoreAddress  the address of the TCP store
@@ -109,6 +110,11 @@ class World:
 
 
 SINGLE_RANK = World()
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Return whether a device is a GPU that computes in bfloat16, and does not emulate it as a V100 does."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def join_world(meeting_file: Path, *, environ: Mapping[str, str] = os.environ) -> World:

@@ -68,7 +68,7 @@ from hpcrl.trainers.megatron.weight_names import (
 )
 from hpcrl.trainers.model_files import ModelSource, open_causal
 from hpcrl.trainers.state import StateShard
-from hpcrl.trainers.world import World
+from hpcrl.trainers.world import World, computes_in_bf16
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stored_tensors import StoredTensors, split_shard
 
@@ -399,7 +399,8 @@ def _make_transformer_config(
     fields: Mapping[str, Any], dims: ModelDims, rank: ParallelRank, *, train: TrainConfig
 ) -> TransformerConfig:
     """Configure plain layers without fusion or dropout; autocast sets the dtype."""
-    shape, on_gpus, num_parts = dims.shape, torch.cuda.is_available(), rank.num_pp * rank.num_chunks
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape, on_gpus, num_parts = dims.shape, device.type == "cuda", rank.num_pp * rank.num_chunks
     num_layers = (
         -(-shape.num_layers // num_parts) * num_parts
     )  # Megatron wants the same on each; what it makes is listed
@@ -422,7 +423,7 @@ def _make_transformer_config(
         variable_seq_lengths=rank.num_pp > 1,
         moe_token_dispatcher_type="alltoall",
         # Megatron's layers pass on the dtype of their last product, so stages must too.
-        pipeline_dtype=torch.bfloat16 if train.has_bf16(on_gpus=on_gpus) else torch.float32,
+        pipeline_dtype=torch.bfloat16 if train.has_bf16(on_bf16_gpus=computes_in_bf16(device)) else torch.float32,
         normalization="RMSNorm",
         layernorm_epsilon=fields["rms_norm_eps"],
         gated_linear_unit=True,

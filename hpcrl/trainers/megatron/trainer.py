@@ -54,7 +54,7 @@ from hpcrl.trainers.micro_batch_loss import (
 from hpcrl.trainers.optimizer import MOMENT_PARTS, make_optimizer
 from hpcrl.trainers.state import WEIGHT_PART, StateShard, check_same_shapes, fill_shards, read_whole_shapes
 from hpcrl.trainers.step import train_step
-from hpcrl.trainers.world import World
+from hpcrl.trainers.world import World, computes_in_bf16
 from hpcrl.weights.layout import TensorShard
 from hpcrl.weights.stores.sharded_store import LocalShards
 
@@ -383,7 +383,7 @@ class MegatronTrainer:
         rows, length = largest.inputs_BT.shape  # stages send the shape of each
         batches = [iter(minibatch) for _ in chunks]
         # Autocast covers the backward pass too: there Megatron's layers multiply in the current precision.
-        precision = self._autocast(self._train.has_bf16(on_gpus=self.world.device.type == "cuda"))
+        precision = self._autocast(self._train.has_bf16(on_bf16_gpus=computes_in_bf16(self.world.device)))
         with watch_memory(largest), patch_for_cpu(), pair_shapes(), precision:
             found = get_forward_backward_func()(
                 forward_step_func=forward,

@@ -702,3 +702,22 @@ def test_engines_on_a_gpu_without_bfloat16_are_warned_of() -> None:
     )
     assert any("v100-32 has no bfloat16" in line for line in old.warnings)
     assert not any("bfloat16" in line for line in new.warnings)
+
+
+def test_a_trainer_in_bf16_on_a_gpu_without_it_is_warned_of() -> None:
+    old, auto, new = (
+        [
+            line
+            for line in plan_recipe(
+                *(f"site.partitions.{label}.gpu={gpu}" for label in ("prefill", "decode", "train")),
+                f"train.precision={precision}",
+            ).warnings
+            if line.startswith("train.precision")
+        ]
+        for gpu, precision in (("v100-32", "bf16"), ("v100-32", "auto"), ("a100-80", "bf16"))
+    )
+    assert old == [
+        'train.precision = "bf16", and v100-32 has no bfloat16, which its GPUs emulate slowly: set '
+        'train.precision = "auto", which is fp32 there'
+    ]
+    assert not [*auto, *new]

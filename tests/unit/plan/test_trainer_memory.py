@@ -479,3 +479,16 @@ def test_experts_are_divided_by_their_own_parallelism() -> None:
     assert memory is not None
     experts = 48 * 128 * 3 * 2048 * 768
     assert memory.weights_gib == pytest.approx(4 * ((30.5e9 - experts) / 4 + experts / 16) / 2**30, rel=0.03)
+
+
+def test_auto_is_fp32_on_gpus_without_bfloat16_and_no_advice_is_to_set_bf16_there() -> None:
+    site = [f"site.partitions.{label}.gpu=v100-32" for label in ("gpu", "gpu-hbm80g")]
+    settings = ("model.config.num_hidden_layers=8", SIXTEEN, DEFAULT_TOKENS, "train.sharding=full", *site)
+    auto, single, rounded = (
+        find_memory(*settings, *precision) for precision in ((), ("train.precision=fp32",), ("train.precision=bf16",))
+    )
+    assert auto == single != rounded
+    for precision in ("auto", "fp32"):
+        message = refuse(*site, "train.sharding=none", DEFAULT_TOKENS, f"train.precision={precision}")
+        assert "resources.train.num_workers" in message
+        assert "bf16" not in message

@@ -33,7 +33,7 @@ def plan_work(request: tuple[Recipe, Site, Plan], *, num_tokens: int = MILLION) 
     assert architecture is not None
     links = find_rank_links(plan, site, gpu=GPU)
     return plan_training_work(
-        recipe, plan, architecture=architecture, links=links, num_tokens=num_tokens, mean_length=4000
+        recipe, plan, architecture=architecture, gpu=GPU, links=links, num_tokens=num_tokens, mean_length=4000
     )
 
 
@@ -58,7 +58,7 @@ def test_ranks_on_cpus_and_a_single_one_have_no_links(num_ranks: int) -> None:
     architecture = plan_experts(64)[0].model.architecture
     assert architecture is not None
     work = plan_training_work(
-        recipe, request[2], architecture=architecture, links=None, num_tokens=MILLION, mean_length=4000
+        recipe, request[2], architecture=architecture, gpu=GPU, links=None, num_tokens=MILLION, mean_length=4000
     )
     assert (work.num_gpus, work.traffic) == (num_ranks, NO_TRAFFIC)
 

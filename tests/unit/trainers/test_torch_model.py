@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from hpcrl.testing.learning import save_checkpoint
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers.export import export_model
 from hpcrl.trainers.torch import TorchTrainer
+from hpcrl.trainers.torch_model import choose_frozen_dtype
+from hpcrl.trainers.world import SINGLE_RANK, World
 from tests.support.families import EXPERT_FAMILIES, make_family_model
 from tests.support.learners import batch, settings, trained
 from tests.support.plans import make_recipe
@@ -178,3 +181,17 @@ def test_compiled_layers_have_the_numbers_of_plain_ones(tmp_path):
     for metric in ("loss", "grad_norm", "entropy"):
         assert compiled[metric] == pytest.approx(plain[metric], rel=1e-4, abs=1e-6), metric
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize(("major", "dtype"), [(7, torch.float32), (8, torch.bfloat16)])
+def test_auto_precision_is_that_in_which_the_gpu_computes(
+    major: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A V100 has major version 7, and emulates bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
+    world = World(device=torch.device("cuda"))
+    assert choose_frozen_dtype(settings(), world) == dtype
+    assert choose_frozen_dtype(settings(precision="bf16"), world) == torch.bfloat16
+    assert choose_frozen_dtype(settings(), SINGLE_RANK) == torch.float32
