@@ -35,7 +35,7 @@ from hpcrl.hardware.architecture import read_architecture, select_fields
 from hpcrl.hardware.model_catalogue import MODEL_CONFIGS
 from hpcrl.models.model_config import read_model_config
 from hpcrl.plan.plan import Plan, make_plan
-from hpcrl.plan.suggestions import advise_fewer_ranks
+from hpcrl.plan.suggestions import advise_repair
 from hpcrl.system.files import expand_path, is_directory, is_file
 
 M = TypeVar("M", bound=ModelConfig)
@@ -72,7 +72,7 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     try:
         plan = make_plan(loaded_recipe, loaded_site)
     except PlanError as error:
-        raise PlanError(f"{error}{advise_fewer_ranks(loaded_recipe, loaded_site)}") from None
+        raise PlanError(f"{error}{advise_repair(loaded_recipe, loaded_site)}") from None
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=plan, source=source)
 
 

@@ -40,7 +40,7 @@ def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: d
         fit = _fit_workers(demand, label, site.partitions[label], gpus=gpus, taken=taken)
         if isinstance(fit, str):
             refusals.append(fit)
-        elif (why := explain_memory_refusal(demand.role, recipe, fit, site)) is not None:
+        elif (why := explain_memory_refusal(demand.role, recipe, fit, site, num_taken=taken.get(label, 0))) is not None:
             too_small.append((_get_memory(site.partitions[label], site), why))
             refusals.append(f"the memory of {label} is too small for its models")
         else:
@@ -188,10 +188,14 @@ def _describe_fallback(demand: RoleDemand, label: str, refusals: list[str]) -> s
     return f"{demand.role} wanted {demand.resources.affinity}, got {label}: {refusals[0]}"
 
 
-def explain_memory_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
+def explain_memory_refusal(
+    role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site, *, num_taken: int = 0
+) -> str | None:
     """Return why the models of a role and their KV do not fit into a worker or node; None if they do, or may."""
-    if role == "train" and (refusal := explain_trainer_refusal(recipe, choice, site)) is not None:
-        return refusal
+    if role == "train":
+        refusal = explain_trainer_refusal(recipe, choice, site, num_taken=num_taken)
+        if refusal is not None:
+            return refusal
     resources, table = recipe.role_resources(role), name_role_resources(role)
     gpu = site.find_gpu(site.partitions[choice.partition].gpu)
     num_gpus = choice.gpus_per_worker * choice.nodes_per_engine

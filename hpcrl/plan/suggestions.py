@@ -7,13 +7,12 @@ add_settings      a plan that was made from another, with the settings of both
 change_fields     a recipe, or a site, with other values
 show_suggestions  the lines of text for them
 suggest_fitting      those for a recipe that is refused as it stands
-advise_fewer_ranks   the setting that helps where no plan can be made
+advise_repair        the setting that helps where no plan can be made
 PlanSuggestion    one of them: the settings that lead to it, and its size
 """
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
@@ -26,10 +25,12 @@ from hpcrl.plan.layout import JobLayout
 from hpcrl.plan.plan import Plan, make_plan
 
 MAX_SUGGESTIONS = 3
-MAX_TRIED_RANKS = 6
+MAX_TRIED_RANKS = 5
 """The most smaller numbers of the trainer's ranks that are tried for a refused recipe."""
 MAX_TOLERANCE = 0.15
 """A plan that takes more than this beyond another is not as good, however uncertain that is."""
+ADAPTER_RANK = 16
+"""The rank of the adapters that are tried where the whole model cannot be trained."""
 NUM_RANKS = "resources.train.num_workers"
 T = TypeVar("T", bound=msgspec.Struct | dict[str, Any])
 
@@ -263,7 +264,8 @@ def _list_repairs(recipe: Recipe, site: Site) -> list[dict[str, Any]]:
         "resources.prefill.num_workers": (resources.prefill.num_workers, 0),
     }
     more = [{NUM_RANKS: num_ranks * factor} for factor in (2, 4)]
-    return [*fewer, *({key: value} for key, (asked, value) in others.items() if asked != value), *more]
+    changed = [{key: value} for key, (asked, value) in others.items() if asked != value]
+    return [*fewer, *changed, *more, *_list_adapters(recipe)]
 
 
 def _list_fewer_ranks(recipe: Recipe, site: Site) -> list[int]:
@@ -299,25 +301,25 @@ def _find_reason(refusals: Mapping[int, str], site: Site) -> tuple[int, str]:
 
 
 def _refuse_misfit(recipe: Recipe, site: Site, *, reason: str) -> None:
-    """Raise PlanError if only more ranks would give the trainer enough memory, which the site cannot hold."""
-    advised = re.search(rf": set {re.escape(NUM_RANKS)} = (\d+)$", reason)
-    if advised is None:
-        return
-    try:
-        _plan_changed(recipe, site, {NUM_RANKS: int(advised[1])})
-    except PlanError as error:
-        shortage, _, advice = str(error).partition(": ")[2].partition(". ")
-        if advice:
-            raise PlanError(
-                f"recipe {recipe.name!r} does not fit on site {site.name!r}: for its memory the trainer needs "
-                f"{NUM_RANKS} = {advised[1]} at least, but {shortage}. Choose another site or a smaller model"
-            ) from error
+    """Raise PlanError if only more ranks would give the trainer enough memory, for which the site has too few GPUs."""
+    _, needs, shortage = reason.partition(f": it needs {NUM_RANKS}")
+    if needs:
+        raise PlanError(
+            f"recipe {recipe.name!r} does not fit on site {site.name!r}: for its memory the trainer needs "
+            f"{NUM_RANKS}{shortage}"
+        )
 
 
-def advise_fewer_ranks(recipe: Recipe, site: Site) -> str:
-    """Return the largest tried number of the trainer's ranks with which a refused recipe fits, as a setting; or ""."""
-    for number in _list_fewer_ranks(recipe, site):
+def advise_repair(recipe: Recipe, site: Site) -> str:
+    """Return the setting with which a refused recipe fits: the most ranks that do, else adapters; or ""."""
+    fewer = ({NUM_RANKS: number} for number in _list_fewer_ranks(recipe, site))
+    for changes in [*fewer, *_list_adapters(recipe)]:
         with contextlib.suppress(PlanError):
-            (setting,) = _plan_changed(recipe, site, {NUM_RANKS: number}).suggestion.settings
+            (setting,) = _plan_changed(recipe, site, changes).suggestion.settings
             return f". It fits with -s {setting}"
     return ""
+
+
+def _list_adapters(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the setting that trains adapters in place of the model, the last resort, where a recipe has none."""
+    return [] if recipe.train.lora_rank else [{"train.lora_rank": ADAPTER_RANK}]

@@ -198,10 +198,13 @@ def estimate_sleeping_state(recipe: Recipe, *, num_ranks: int) -> float:
     return num_ranks * (memory.weights + memory.optimizer + _count_other_bytes(recipe))
 
 
-def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> str | None:
+def explain_trainer_refusal(
+    recipe: Recipe, choice: PartitionChoice | None, site: Site, *, num_taken: int = 0
+) -> str | None:
     """Return why a rank of the trainer does not fit, and what would make it fit; None if it does.
 
-    A model that is known by its number of weights alone is refused only if its weights do not fit.
+    Other roles have `num_taken` nodes of the partition. A model that is known by its number of weights alone is refused
+    only if its weights do not fit.
     """
     if choice is None:
         return None
@@ -220,8 +223,10 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         "layers that are gathered or copied": need.memory.gathers,
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
-    num_gpus = site.partitions[choice.partition].gpus_per_node
-    advice = _list_advice(recipe, shape, gpu=gpu, num_tokens=num_tokens, gpus_per_node=num_gpus)
+    partition = site.partitions[choice.partition]
+    num_gpus, num_nodes = partition.gpus_per_node, partition.max_nodes - num_taken
+    listed = _list_advice(recipe, shape, gpu=gpu, num_tokens=num_tokens, gpus_per_node=num_gpus)
+    advice = [_show_change(change) for change in listed if _count_ranks(change) <= num_nodes * num_gpus]
     is_torch = recipe.train.trainer == "torch"
     if is_torch and not recipe.train.offload and recipe.resources.train.num_workers > 1:
         settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
@@ -231,8 +236,17 @@ def explain_trainer_refusal(recipe: Recipe, choice: PartitionChoice | None, site
         if fits and node is not None and node.total <= site.partitions[choice.partition].mem_gib_per_node * GIB:
             advice.append(_show_settings(settings))
     if not advice and is_torch:
-        advice = _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=num_gpus)
-    advice = advice or ["choose a site whose GPUs have more memory, or a smaller model"]
+        listed += _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=num_gpus)
+        advice = [_show_change(change) for change in listed if _count_ranks(change) <= num_nodes * num_gpus]
+    if not advice:
+        advice = ["choose a site whose GPUs have more memory, or a smaller model"]
+        if listed:
+            num_ranks = min(map(_count_ranks, listed))
+            advice = [
+                f"it needs resources.train.num_workers = {num_ranks} at least, and {choice.partition} has "
+                f"{num_nodes * num_gpus} GPUs{' beside other roles' * (num_taken > 0)}: choose another site, or a "
+                "smaller model"
+            ]
     return (
         f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
         f"GPU of type {gpu.name} ({choice.partition}): {', or '.join(advice)}"
@@ -473,9 +487,10 @@ def _show_parts(parts: Mapping[str, float]) -> str:
 
 def _list_advice(
     recipe: Recipe, shape: ModelArchitecture, *, gpu: GpuModel, num_tokens: int, gpus_per_node: int
-) -> list[str]:
+) -> list[dict[str, Any] | str]:
     """List the changes after each of which the micro-batch fits; the fewest settings first."""
-    found, is_megatron, num_bytes = [], recipe.train.trainer == "megatron", _find_usable_bytes(gpu)
+    found: list[dict[str, Any] | str] = []
+    is_megatron, num_bytes = recipe.train.trainer == "megatron", _find_usable_bytes(gpu)
     kinds = [_list_changes(recipe, has_bf16=gpu.has_bf16), _list_context_changes(recipe)]
     if is_megatron:
         kinds = [_list_megatron_changes(recipe, gpus_per_node=gpus_per_node)]
@@ -484,7 +499,7 @@ def _list_advice(
             tried = _list_choices(_change_recipe(recipe, settings))
             needs = (_compute_need(each, shape, num_bytes=num_bytes, num_tokens=num_tokens) for each in tried)
             if any(need.total <= num_bytes for need in needs):
-                found.append(_show_settings(settings))
+                found.append(settings)
                 break
     enough = recipe
     if recipe.train.recompute is False:
@@ -498,12 +513,20 @@ def _list_advice(
             limits["engine.max_model_len"] = recipe.engine.max_model_len or 0
         shorter: dict[str, Any] = {name: room for name, now in limits.items() if now > room}
         again = {"train.recompute": "auto"} if enough is not recipe else {}
-        found.append(_show_settings(again | shorter))
+        found.append(again | shorter)
     models = list_fixed_models(recipe)
     if models and not is_megatron:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
-    found += advise_on_fixed_models(models)
-    return found
+    return [*found, *advise_on_fixed_models(models)]
+
+
+def _count_ranks(change: Mapping[str, Any] | str) -> int:
+    """Count the ranks of the trainer after a change; 0 where it leaves their number."""
+    return 0 if isinstance(change, str) else int(change.get("resources.train.num_workers", 0))
+
+
+def _show_change(change: dict[str, Any] | str) -> str:
+    return change if isinstance(change, str) else _show_settings(change)
 
 
 def _list_choices(recipe: Recipe) -> Iterator[Recipe]:
@@ -572,7 +595,9 @@ def _list_megatron_changes(recipe: Recipe, *, gpus_per_node: int) -> Iterator[di
     yield from (again | {"resources.train.num_workers": num_ranks * more} for more in (2, 4, 8, 16, 32))
 
 
-def _advise_on_megatron(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, gpus_per_node: int) -> list[str]:
+def _advise_on_megatron(
+    recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, gpus_per_node: int
+) -> list[dict[str, Any] | str]:
     """Advise trainer "megatron" where it takes the recipe, with more ranks if needed; the plan chooses open degrees."""
     given: dict[str, Any] = {"train.trainer": "megatron"}
     if recipe.train.sharding == "full":  # which it refuses
@@ -585,7 +610,7 @@ def _advise_on_megatron(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: 
         tried = _change_recipe(changed, {"train.sharding": changed.train.sharding} | settings)
         if find_share_conflict(tried) is None and _has_room(tried, shape, num_bytes=num_bytes):
             shown = {name: value for name, value in settings.items() if name not in open_degrees}
-            return [_show_settings(given | shown)]
+            return [given | shown]
     return []
 
 
