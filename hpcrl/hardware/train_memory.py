@@ -1,7 +1,8 @@
 """The memory of a rank of trainer "torch" and of its node, from the architecture of what it trains. Pure.
 
     estimate_rank_memory, RankMemory    bytes on the device of a rank, by what they are for
-    find_most_tokens, find_largest      the largest micro-batch that fits
+    estimate_reading_pass               what a model that does not train holds beside its weights
+    find_largest                        the largest micro-batch that fits
     estimate_node_memory, NodeMemory    bytes of host memory of a node of the trainer
     RankSetup                           the settings that decide both
     count_trained_params, count_adapter_params    the weights that change, and those of LoRA
@@ -155,6 +156,43 @@ def estimate_rank_memory(shape: ModelArchitecture, setup: RankSetup, *, num_toke
     )
 
 
+def estimate_reading_pass(shape: ModelArchitecture, setup: RankSetup, *, num_tokens: int) -> PassMoment:
+    """Estimate what a pass without a gradient holds beside the weights, where a rank has a model that does not train
+    whole, and all positions of a micro-batch of this many tokens.
+    """
+    each, hidden = setup.compute_bytes, shape.hidden_size
+    angles = 2 * each * (shape.rope_dim or shape.head_dim)
+    layer = max(_list_reading_bytes(shape, setup))
+    last = (BYTES_FP32 + each) * hidden + 3 * BYTES_FP32
+    moments = [
+        PassMoment("reading", 0.0, num_tokens * (angles + layer) + _count_working_masks(setup, num_tokens)),
+        PassMoment("reading", 0.0, float(num_tokens * (angles + 2 * each * hidden + last)), LOGITS_CHUNK_BYTES),
+    ]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _list_reading_bytes(shape: ModelArchitecture, setup: RankSetup) -> list[float]:
+    """List what a token holds in a layer that keeps nothing: in its attention, in its MLP, in its experts."""
+    each, hidden, num_heads = setup.compute_bytes, shape.hidden_size, shape.num_heads
+    num_kv_heads = num_heads if setup.has_mask else shape.num_kv_heads
+    queries, keys, values = num_heads * shape.head_dim, num_kv_heads * shape.head_dim, num_kv_heads * shape.value_dim
+    if shape.value_dim < shape.head_dim:  # values and outputs are as large as keys (trainers/attention.py)
+        queries, values = queries + queries // 4, keys
+    # Queries, and three tensors of their size while they are turned to their positions.
+    found = [each * (3 * hidden + 4 * queries + keys + values + shape.query_rank + shape.kv_rank)]
+    # With the embeddings, the input of the layer, the sum behind its attention, and its normalized one.
+    if shape.num_dense_layers:
+        found.append(each * (4 * hidden + 3 * shape.dense_inner))
+    if shape.num_expert_layers:
+        weighted = BYTES_FP32 if shape.has_precise_router else each
+        inner = each * (hidden + 4 * shape.expert_inner)
+        outputs = 2 * (each + weighted) * hidden  # inputs and outputs of experts, weighted ones in both orders
+        router = 2 * BYTES_FP32 * shape.num_experts
+        found.append(4 * each * hidden + router + shape.experts_per_token * max(inner, outputs))
+        found.append(each * (5 * hidden + 3 * shape.shared_inner))
+    return [float(size) for size in found]
+
+
 def choose_shard_dim(shape: tuple[int, ...], num_ranks: int) -> int:
     """Return the dimension of a weight of which each rank has a part.
 
@@ -173,11 +211,6 @@ def _count_uneven_params(shape: ModelArchitecture, num_shards: int) -> float:
     if not any(size % num_shards for size in sizes):
         return 0.0
     return shape.num_expert_params * (-(-num // num_shards) / num - 1 / num_shards)
-
-
-def find_most_tokens(shape: ModelArchitecture, setup: RankSetup, *, num_bytes: float) -> int:
-    """Return the tokens of the largest micro-batch that fits into this memory; 0 if none does."""
-    return find_largest(lambda num: estimate_rank_memory(shape, setup, num_tokens=num).total, num_bytes=num_bytes)
 
 
 def find_largest(count_bytes: Callable[[int], float], *, num_bytes: float) -> int:

@@ -15,7 +15,7 @@ With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tok
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,13 +28,14 @@ from hpcrl.hardware.architecture import (
     ModelArchitecture,
     find_context_conflict,
     find_parallel_conflict,
+    guess_architecture,
 )
 from hpcrl.hardware.cost_model import USABLE_SHARE
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import estimate_megatron_memory
-from hpcrl.hardware.memory_model import BYTES_BF16, BYTES_FP32, GIB
-from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, find_largest, find_most_tokens
+from hpcrl.hardware.memory_model import BYTES_FP32, GIB
+from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, estimate_reading_pass, find_largest
 from hpcrl.plan.demand import (
     PartitionChoice,
     advise_on_fixed_models,
@@ -440,21 +441,39 @@ def _find_room(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) ->
 
 
 def _estimate_memory(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool, num_tokens: int) -> RankMemory:
-    """Estimate what a rank of the recipe's trainer holds for the policy."""
-    if recipe.train.trainer == "megatron":
-        parallel = make_megatron_setup(recipe, has_recompute=has_recompute)
-        return estimate_megatron_memory(shape, parallel, num_tokens=num_tokens)
-    return estimate_rank_memory(shape, make_rank_setup(recipe, has_recompute=has_recompute), num_tokens=num_tokens)
+    """Estimate what a rank of the recipe's trainer holds beside other models at its peak."""
+    return _make_estimate(recipe, shape, has_recompute=has_recompute)(num_tokens)
 
 
 def _find_most_tokens(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool, num_bytes: float) -> int:
-    """Return the tokens of the largest micro-batch that the policy's part of a rank has room for."""
-    if recipe.train.trainer == "torch":
-        return find_most_tokens(shape, make_rank_setup(recipe, has_recompute=has_recompute), num_bytes=num_bytes)
-    parallel = make_megatron_setup(recipe, has_recompute=has_recompute)
-    return find_largest(
-        lambda num: estimate_megatron_memory(shape, parallel, num_tokens=num).total, num_bytes=num_bytes
-    )
+    """Return the tokens of the largest micro-batch that a rank has room for beside other models."""
+    estimate = _make_estimate(recipe, shape, has_recompute=has_recompute)
+    return find_largest(lambda num: estimate(num).total, num_bytes=num_bytes)
+
+
+def _make_estimate(recipe: Recipe, shape: ModelArchitecture, *, has_recompute: bool) -> Callable[[int], RankMemory]:
+    """Return what estimates the memory of a rank: with the passes of the policy, or of a model that it has whole."""
+    setup, is_megatron = make_rank_setup(recipe, has_recompute=has_recompute), recipe.train.trainer == "megatron"
+    parallel = make_megatron_setup(recipe, has_recompute=has_recompute) if is_megatron else None
+    whole = [
+        shape if model.is_policy else guess_architecture(model.num_params)
+        for model in list_fixed_models(recipe)
+        if model.is_whole
+    ]
+
+    def estimate(num_tokens: int) -> RankMemory:
+        if parallel is not None:
+            memory = estimate_megatron_memory(shape, parallel, num_tokens=num_tokens)
+        else:
+            memory = estimate_rank_memory(shape, setup, num_tokens=num_tokens)
+        for fixed_shape in whole:  # it computes while the policy does not
+            moment = estimate_reading_pass(fixed_shape, setup, num_tokens=num_tokens)
+            if memory.state + moment.total > memory.total:
+                parts = {"activations": moment.activations, "logits": moment.logits}
+                memory = msgspec.structs.replace(memory, gathers=moment.gathers, **parts, peak=moment.name)
+        return memory
+
+    return estimate
 
 
 def _list_other_parts(recipe: Recipe) -> dict[str, float]:
@@ -464,12 +483,12 @@ def _list_other_parts(recipe: Recipe) -> dict[str, float]:
     if shape is not None and needs_critic(recipe.train):
         full = msgspec.structs.replace(setup, lora_rank=0)
         found["the critic"] = estimate_rank_memory(shape, full, num_tokens=0).state
-    each, num_shards = BYTES_BF16 if setup.is_bf16 else BYTES_FP32, setup.num_shards
+    each, num_shards = setup.compute_bytes, setup.num_shards
     is_megatron = recipe.train.trainer == "megatron"
     if is_megatron:
         each, num_shards = BYTES_FP32, recipe.train.degrees.tensor * recipe.train.degrees.pipeline
     for model in list_fixed_models(recipe):
-        size = model.num_params * (BYTES_FP32 if model.is_whole else each / num_shards)
+        size = model.num_params * (setup.compute_bytes if model.is_whole else each / num_shards)
         if is_megatron and model.is_policy and not model.is_whole and shape is not None:  # its experts are divided too
             size = _estimate_memory(recipe, shape, has_recompute=True, num_tokens=0).weights
         name = f"{show_weights(model.num_params)} weights of the model of {model.setting}"
@@ -515,6 +534,11 @@ def _list_advice(
         again = {"train.recompute": "auto"} if enough is not recipe else {}
         found.append(again | shorter)
     models = list_fixed_models(recipe)
+    if any(model.is_whole for model in models):
+        shared = _share_models(recipe)
+        if _compute_need(shared, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
+            names = [name for name, node in recipe.train.pipeline.items() if node.data_parallel is not None]
+            found.append(f"remove {' and '.join(f'train.pipeline.{name}.data_parallel' for name in names)}")
     if models and not is_megatron:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     return [*found, *advise_on_fixed_models(models)]
@@ -685,6 +709,13 @@ def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     if recipe.train.sharding == "auto":
         train = {"sharding": "full"} | train
     return replace(recipe, train=replace(recipe.train, **train), resources=resources)
+
+
+def _share_models(recipe: Recipe) -> Recipe:
+    """Return a recipe whose ranks divide the models that they only read as they divide the policy."""
+    replace = msgspec.structs.replace
+    nodes = {name: replace(node, data_parallel=None) for name, node in recipe.train.pipeline.items()}
+    return replace(recipe, train=replace(recipe.train, pipeline=nodes))
 
 
 def _show_settings(settings: dict[str, Any]) -> str:

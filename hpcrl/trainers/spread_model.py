@@ -20,16 +20,26 @@ from torch import Tensor
 from hpcrl.config.pipeline import make_pipeline
 from hpcrl.config.recipe import TrainConfig
 from hpcrl.learn.batch import MicroBatch
+from hpcrl.trainers.context_group import ContextGroup
 from hpcrl.trainers.memory_error import watch_memory
-from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
-from hpcrl.trainers.torch_model import load_causal
+from hpcrl.trainers.token_model import compute_token_logprobs
+from hpcrl.trainers.torch_model import load_fixed
 from hpcrl.trainers.world import World
 
 
 class SpreadModel:
     """A model of a node, on some of the ranks of a world or on all."""
 
-    def __init__(self, model_dir: Path, *, data_parallel: int, share: int, world: World, temperature: float) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        train: TrainConfig,
+        *,
+        data_parallel: int,
+        share: int,
+        world: World,
+        temperature: float,
+    ) -> None:
         """Load the model on the ranks that have it; `share` is the share of a step that this rank has."""
         self._world = world
         self._temperature = temperature
@@ -37,7 +47,8 @@ class SpreadModel:
         self._owners = [rank - rank % stride for rank in range(world.size)]
         """The rank that computes for each rank."""
         owns = self._owners[world.rank] == world.rank
-        self._model = TokenModel(load_causal(model_dir)).to(world.device).eval() if owns else None
+        alone, context = World(device=world.device), ContextGroup(is_packed=train.rows == "packed")
+        self._model = load_fixed(model_dir, train=train, world=alone, context=context) if owns else None
         shares = torch.zeros(world.size, dtype=torch.long, device=world.device)
         shares[world.rank] = share
         self._shares: list[int] = world.sum(shares).tolist()
@@ -110,7 +121,7 @@ def load_spread_models(
     nodes = make_pipeline(train)
     degrees = {name: nodes[name].data_parallel or num_shares for name in paths}
     return {
-        name: SpreadModel(paths[name], data_parallel=degree, share=share, world=world, temperature=temperature)
+        name: SpreadModel(paths[name], train, data_parallel=degree, share=share, world=world, temperature=temperature)
         for name, degree in degrees.items()
         if degree != num_shares
     }

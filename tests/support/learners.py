@@ -215,7 +215,7 @@ def spread_logprobs(world, model_dir, degree, seed=0):
     """Compute log-probs under a model on `degree` ranks; two ranks have the same batches, as a Megatron replica."""
     torch.set_num_threads(1)
     share = world.rank // 2
-    spread = SpreadModel(Path(model_dir), data_parallel=degree, share=share, world=world, temperature=0.7)
+    spread = SpreadModel(Path(model_dir), settings(), data_parallel=degree, share=share, world=world, temperature=0.7)
     rng = np.random.default_rng([seed, share])
     minibatches = [[_random_batch(rng) for _ in range(num)] for num in (3, share, 2)]
     minibatches[2].append(empty_micro_batch())

@@ -15,7 +15,8 @@ from hpcrl.hardware.train_memory import (
     count_adapter_params,
     estimate_node_memory,
     estimate_rank_memory,
-    find_most_tokens,
+    estimate_reading_pass,
+    find_largest,
 )
 
 DENSE: dict[str, Any] = {
@@ -54,6 +55,10 @@ def make_plain(**sizes: int) -> ModelArchitecture:
         **{"num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "value_dim": 2, "dense_inner": 12, "dense_layers": (0, 1)},
     )
     return msgspec.structs.replace(plain, **sizes)
+
+
+def find_most_tokens(shape: ModelArchitecture, setup: RankSetup) -> int:
+    return find_largest(lambda num: estimate_rank_memory(shape, setup, num_tokens=num).total, num_bytes=72 * GIB)
 
 
 def test_the_state_of_a_small_model_is_counted_by_hand() -> None:
@@ -96,20 +101,17 @@ def test_a_published_total_is_met() -> None:
 
 def test_the_tokens_that_fit_are_the_most() -> None:
     shape = read_architecture(QWEN3_8B)
-    most = find_most_tokens(shape, SHARDED, num_bytes=72 * GIB)
+    most = find_most_tokens(shape, SHARDED)
     assert estimate_rank_memory(shape, SHARDED, num_tokens=most).total <= 72 * GIB
     assert estimate_rank_memory(shape, SHARDED, num_tokens=most + 1).total > 72 * GIB
     assert most > 32768
-    assert find_most_tokens(shape, RankSetup(), num_bytes=72 * GIB) == 0
+    assert find_most_tokens(shape, RankSetup()) == 0
 
 
 def test_recomputation_makes_room_for_more_tokens() -> None:
     shape = read_architecture(LLAMA_70B)
     setup = RankSetup(num_ranks=128, is_sharded=True, is_bf16=True)
-    kept, again = (
-        find_most_tokens(shape, msgspec.structs.replace(setup, has_recompute=has), num_bytes=72 * GIB)
-        for has in (False, True)
-    )
+    kept, again = (find_most_tokens(shape, msgspec.structs.replace(setup, has_recompute=has)) for has in (False, True))
     assert again > 10 * kept > 0
 
 
@@ -243,3 +245,48 @@ def test_the_trainers_own_passes_peak_where_the_estimate_does(
     estimated = estimate_rank_memory(read_architecture(fields), setup, num_tokens=num_tokens)
     assert estimated.total == pytest.approx(measured, rel=0.05)
     assert estimated.weights == pytest.approx(passes[0].weights, rel=0.01)
+
+
+def measure_reading_pass(fields: dict[str, Any], dtype: Any, num_tokens: int) -> int:
+    """Measure what a packed micro-batch holds at the peak of a pass without a gradient, beside the weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hpcrl.testing.fake_steps import make_micro_batch
+    from hpcrl.trainers.context_group import ContextGroup
+    from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+    from tests.support.live_bytes import LiveBytes
+
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=dtype)
+    model = TokenModel(module.requires_grad_(False).eval(), context=ContextGroup(is_packed=True))
+    micro = make_micro_batch(num_tokens, is_packed=True, has_mask=True)
+    with LiveBytes() as live, torch.no_grad():
+        compute_token_logprobs(model, micro, temperature=1.0)
+    return live.peak
+
+
+FEW_WORDS = {"vocab_size": 16}
+"""So few that their logits need less than a layer."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        DENSE,
+        DENSE | {"intermediate_size": 64},
+        DENSE | {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 256},
+        EXPERTS,
+        EXPERTS | {"num_experts_per_tok": 8, "moe_intermediate_size": 64},
+        COMPRESSED,
+        COMPRESSED | {"moe_intermediate_size": 1024},
+    ],
+)
+def test_a_pass_without_a_gradient_holds_what_is_estimated(fields: dict[str, Any], dtype: str) -> None:
+    import torch
+
+    sizes = fields | FEW_WORDS
+    few, many = (measure_reading_pass(sizes, getattr(torch, dtype), num) for num in (512, 1024))
+    setup = RankSetup(is_bf16=dtype == "bfloat16")
+    found = [estimate_reading_pass(read_architecture(sizes), setup, num_tokens=num) for num in (1 << 22, 1 << 23)]
+    assert (found[1].total - found[0].total) / (1 << 22) == pytest.approx((many - few) / 512, rel=0.03)

@@ -239,5 +239,5 @@ def test_expert_parallelism_divides_experts_and_tensor_parallelism_does_not() ->
 def test_a_node_with_its_own_data_parallelism_has_its_model_whole_on_a_rank() -> None:
     node = {"model": "/models/Qwen3-32B", "num_params": 32_800_000_000, "data_parallel": 2}
     settings = [f"train.pipeline.reference.{key}={value}" for key, value in node.items()]
-    with pytest.raises(PlanError, match=r"needs 157 GiB .* of the model of train\.pipeline\.reference\.model"):
+    with pytest.raises(PlanError, match=r"needs 96 GiB .* of the model of train\.pipeline\.reference\.model"):
         plan_on_gpus(*QWEN3_8B, *FOUR_RANKS, *settings, "train.tensor_parallel=4")

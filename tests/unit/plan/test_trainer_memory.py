@@ -129,6 +129,27 @@ def test_adapters_are_sharded_where_the_frozen_model_does_not_fit_and_need_no_mo
     assert find_memory(*adapters, "train.pipeline.reference.data_parallel=4").others_gib > 0
 
 
+WHOLE_REFERENCE = ("train.kl=k3", "train.kl_coef=0.1", "train.pipeline.reference.data_parallel=1")
+
+
+def test_a_rank_with_a_whole_reference_gets_all_tokens_of_a_micro_batch() -> None:
+    """Four tensors of the hidden size and three of the inner one; the policy's ranks divide the tokens."""
+    divided = (*BF16_SHARDS, SIXTEEN, "train.context_parallel=8", LONG, "engine.max_model_len=200000")
+    memory = find_memory(*divided, "train.tokens_per_micro_batch=200000", "train.rows=packed", *WHOLE_REFERENCE)
+    expected = 200000 * 2 * (4 * 4096 + 3 * 12288 + 2 * 128)
+    assert memory.others_gib == pytest.approx(2 * 8.19e9 / 2**30, abs=0.05)
+    assert (memory.activations_gib, memory.gathers_gib) == (pytest.approx(expected / 2**30, abs=0.01), 0)
+    message = refuse_sharded(*divided, "train.tokens_per_micro_batch=600000", *WHOLE_REFERENCE)
+    assert "activations and logits of 600000 tokens" in message
+    assert "or remove train.pipeline.reference.data_parallel" in message
+
+
+def refuse_sharded(*settings: str) -> str:
+    with pytest.raises(PlanError) as caught:
+        plan_on_a100(*settings)
+    return str(caught.value)
+
+
 def test_the_refusal_of_a_model_that_does_not_fit_even_sharded_asks_for_more_ranks() -> None:
     message = refuse("resources.train.num_workers=2")
     assert "train.sharding" not in message
