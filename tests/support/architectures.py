@@ -10,7 +10,8 @@ from hpcrl.trainers.world import SINGLE_RANK
 from tests.support.learners import CONTEXT, VOCABULARY, train_megatron, train_torch
 
 SIZES = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4},
+    "vocab_size": VOCABULARY + 1,  # which two ranks pad
+    **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": CONTEXT},
     **{"tie_word_embeddings": False, "moe_intermediate_size": 8, "num_experts_per_tok": 2},
 }
