@@ -32,6 +32,8 @@ LOGITS_CHUNK_BYTES = 3 * BYTES_FP32 * MAX_CHUNK_LOGITS
 """The logits of a chunk, and two more tensors of their size."""
 RANK_PROCESS_BYTES = 3 * GIB
 """Host memory of the process of a rank on a GPU: libraries, the CUDA context, the rows of a step."""
+CPU_PROCESS_BYTES = 1 * GIB
+"""The same of a rank on CPUs: libraries take 0.4 GiB."""
 NUM_MOMENTS = 2
 """The moments of a weight in a checkpoint."""
 MAX_TOKENS = 1 << 24
@@ -461,8 +463,9 @@ def estimate_node_memory(
     published_dtype: str | None,
     num_published: int | None = None,
     choices: float = 0.0,
+    process_bytes: int = RANK_PROCESS_BYTES,
 ) -> NodeMemory:
-    """Estimate the host memory of a node with this many of the ranks, which are on GPUs.
+    """Estimate the host memory of a node with this many of the ranks, beside what is on the device of each.
 
     Nothing is published without a `published_dtype`; `num_published` is the number of values, by default all weights.
     `choices` are the bytes of experts to replay that each rank has.
@@ -476,7 +479,7 @@ def estimate_node_memory(
     num_values = shape.num_params if num_published is None else num_published
     window = 0.0 if published_dtype is None else compute_window_bytes(num_values, dtype=published_dtype)
     return NodeMemory(
-        processes=float(num_ranks * RANK_PROCESS_BYTES),
+        processes=float(num_ranks * process_bytes),
         snapshot=saved,
         window=window * share,
         state=num_ranks * (on_gpu.weights + on_gpu.gradients + on_gpu.optimizer) * setup.is_offloaded,

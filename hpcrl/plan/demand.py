@@ -15,6 +15,7 @@ settle_precision             what train.precision = "auto" is on a GPU
 make_rank_setup              what decides the memory of a rank of trainer "torch"
 make_megatron_setup          the same of trainer "megatron"
 estimate_trainer_node        the host memory of a node of the trainer
+estimate_host_memory         the same of ranks on CPUs too, beside what they compute with
 MemoryNeed, list_memory_needs  the GiB that the models of a role's worker take
 FixedModel, list_fixed_models, advise_on_fixed_models  the models that the trainer only reads
 warn_unknown_sizes           those that no plan counts, since their size is not known
@@ -35,10 +36,17 @@ from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import find_context_conflict
+from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import MegatronSetup
-from hpcrl.hardware.train_memory import NodeMemory, RankSetup, count_adapter_params, estimate_node_memory
+from hpcrl.hardware.train_memory import (
+    CPU_PROCESS_BYTES,
+    RANK_PROCESS_BYTES,
+    NodeMemory,
+    RankSetup,
+    count_adapter_params,
+    estimate_node_memory,
+)
 from hpcrl.plan.engine_nodes import ENGINE_ROLES, may_span_nodes
 
 DRIVER_CPUS = 1
@@ -228,6 +236,11 @@ def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | Non
     shape = recipe.model.architecture
     if shape is None or not recipe.resources.train.gpus_per_worker:
         return None
+    return estimate_host_memory(recipe, shape, num_ranks=num_ranks)
+
+
+def estimate_host_memory(recipe: Recipe, shape: ModelArchitecture, *, num_ranks: int) -> NodeMemory:
+    """Estimate what this many ranks of the trainer hold on a node beside what is on their GPUs or CPUs."""
     setup = make_rank_setup(recipe, has_recompute=False)
     if recipe.train.trainer == "megatron":  # all its ranks save and publish a share
         setup = msgspec.structs.replace(setup, is_sharded=setup.num_ranks > 1)
@@ -242,6 +255,7 @@ def estimate_trainer_node(recipe: Recipe, *, num_ranks: int) -> NodeMemory | Non
         published_dtype=choose_published_dtype(recipe, recipe.model.config) if recipe.has_rollouts else None,
         num_published=count_published(recipe),
         choices=choices,
+        process_bytes=RANK_PROCESS_BYTES if recipe.resources.train.gpus_per_worker else CPU_PROCESS_BYTES,
     )
 
 

@@ -16,6 +16,7 @@ With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tok
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from math import ceil
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,6 +40,7 @@ from hpcrl.hardware.train_memory import RankMemory, estimate_rank_memory, estima
 from hpcrl.plan.demand import (
     PartitionChoice,
     advise_on_fixed_models,
+    estimate_host_memory,
     estimate_trainer_node,
     list_fixed_models,
     make_megatron_setup,
@@ -369,7 +371,10 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: GpuMode
     elif choice.gpus_per_worker:
         return None
     parts = _list_other_parts(recipe)
-    if shape is not None:
+    if shape is not None and gpu is None and recipe.model.config:
+        parts = _list_cpu_parts(recipe, shape) | parts
+        advice = [f"{advice[0]} to {ceil(sum(parts.values()) / GIB)}"]
+    elif shape is not None:
         state = _estimate_memory(recipe, shape, has_recompute=True, num_tokens=0).state
         parts = {f"{show_weights(shape.num_params)} weights": state} | parts
     needed = sum(parts.values())
@@ -379,6 +384,27 @@ def _explain_state_refusal(recipe: Recipe, choice: PartitionChoice, gpu: GpuMode
         f"a train worker needs {needed / GIB:.0f} GiB ({_show_parts(parts)}) and has {limit / GIB:.0f} GiB "
         f"({choice.partition}): {', or '.join(advice)}"
     )
+
+
+def _list_cpu_parts(recipe: Recipe, shape: ModelArchitecture) -> dict[str, float]:
+    """List what a rank on CPUs holds for the policy; the window of the weights is counted beside its workers' memory.
+
+    Without a GPU, layers are computed again as the trainer decides by itself.
+    """
+    train, num_tokens = recipe.train, max(recipe.train.micro_batch_tokens, find_longest_row(recipe))
+    has_recompute = train.recompute is True
+    if train.recompute == "auto" and train.trainer == "torch":
+        has_recompute = make_rank_setup(recipe, has_recompute=False).is_sharded
+    memory = _estimate_memory(recipe, shape, has_recompute=has_recompute, num_tokens=num_tokens)
+    host = estimate_host_memory(recipe, shape, num_ranks=1)
+    return {
+        f"weights, gradients and optimizer of {show_weights(shape.num_params)} weights": memory.state + host.state,
+        "layers that are gathered or copied": memory.gathers,
+        f"activations and logits of {num_tokens} tokens": memory.activations + memory.logits,
+        "the snapshot of a checkpoint": host.snapshot,
+        "experts to replay": host.experts,
+        "its process": host.processes,
+    }
 
 
 def _find_gpu(recipe: Recipe, choice: PartitionChoice | None, site: Site) -> GpuModel | None:

@@ -319,6 +319,25 @@ def test_a_limit_of_rows_makes_room_for_what_would_not_fit() -> None:
     assert memory.free_gib > 0
 
 
+def test_ranks_on_cpus_need_memory_for_tokens_and_a_snapshot_too() -> None:
+    ranks = ("resources.train.gpus_per_worker=0", *ENGINES[:4], "train.sharding=full", SIXTEEN)
+    message = refuse(*ranks, "resources.train.mem_gib_per_worker=8")
+    for part in ("8 for weights, gradients and optimizer", r"\d+ for activations and logits of 16384 tokens"):
+        assert re.search(part, message)
+    assert "6 for the snapshot of a checkpoint, 1 for its process) and has 8 GiB (cpu)" in message
+    found = re.search(r"raise resources\.train\.mem_gib_per_worker to (\d+)", message)
+    assert found is not None
+    ranks = (*ranks, "train.context_parallel=1")
+    assert plan_on_a100(*ranks, f"resources.train.mem_gib_per_worker={found[1]}").role("train").gpus_per_worker == 0
+    assert "a train worker needs" in refuse(*ranks, f"resources.train.mem_gib_per_worker={int(found[1]) - 1}")
+    fewer = refuse(*ranks, "resources.train.mem_gib_per_worker=8", "train.tokens_per_micro_batch=4096")
+    assert "of 16384 tokens" not in fewer
+
+
+def test_a_tiny_model_on_cpus_needs_no_more_than_the_default() -> None:
+    assert plan_recipe(site="local").role("train").mem_gib_per_worker == 4.0
+
+
 @pytest.mark.parametrize(
     ("settings", "num_rows", "changes"),
     [
