@@ -35,6 +35,8 @@ QUANTISED_ADVICE = "train on the model's bf16 or fp32 weights, and quantise in t
 """The end of a refusal of a model whose stored weights are quantised."""
 _LENGTH_ROPES = ("dynamic", "longrope")
 """Rotations whose angles depend on how long the row is."""
+_WINDOW_FAMILIES = frozenset({"mistral", "mixtral", "gemma2", "gemma3_text"})
+"""The families whose layers have a window if sliding_window is set; others have it with use_sliding_window."""
 _TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """The family of the language model within a model that also reads images."""
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -64,6 +66,7 @@ _FIELDS = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts", "num_experts_per_tok"),
     *("first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", *_EXPERT_COUNTS),
     *("dtype", "torch_dtype", "rope_parameters", "rope_scaling", "quantization_config"),
+    *("sliding_window", "use_sliding_window"),
 )
 """The fields that a plan needs."""
 _COUNTS = (
@@ -247,6 +250,14 @@ def find_context_conflict(config: Mapping[str, Any], *, size: int) -> str | None
         fitting = max(each for each in range(1, size) if num_heads % each == 0)
         return f"{setting} does not divide the {num_heads} attention heads of the model: set it to {fitting}"
     return None
+
+
+def find_window(config: Mapping[str, Any]) -> int:
+    """Return the positions that layers with a sliding window attend to; 0 if a model has no such layers."""
+    fields = select_fields(config)
+    family = str(fields.get("model_type", ""))
+    has_window = fields.get("use_sliding_window", _TEXT_PARTS.get(family, family) in _WINDOW_FAMILIES)
+    return int(fields.get("sliding_window", 0)) if has_window else 0
 
 
 def find_parallel_conflict(shape: ModelArchitecture, degrees: ParallelDegrees, *, num_chunks: int = 1) -> str | None:

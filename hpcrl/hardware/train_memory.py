@@ -53,6 +53,10 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """True with train.rows = "packed"."""
     has_mask: bool = False
     """True if the attention of packed rows has a mask of all pairs: in models whose rows cannot be looked at alone."""
+    window: int = 0
+    """The positions that a layer attends to, in models with a sliding window: longer rows have masks; 0: all."""
+    longest_row: int = 0
+    """The most tokens of a row; 0: those of a micro-batch."""
     context_parallel: int = 1
     """Ranks that divide the positions of the rows."""
     lora_rank: int = 0
@@ -60,6 +64,14 @@ class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
     """True with train.offload: shards are in host memory while they do not compute."""
     has_bf16_moments: bool = False
     """True if checkpoints have the optimizer's moments in bfloat16."""
+
+    def count_mask_pairs(self, num_tokens: int) -> int:
+        """Count the pairs of positions in the mask of a layer, for this rank's tokens; 0 without a mask."""
+        if self.has_mask:
+            return num_tokens**2
+        whole = num_tokens * self.context_parallel  # attention sees all positions
+        row = min(whole, self.longest_row or whole)
+        return row * whole if 0 < self.window <= row else 0
 
     @property
     def num_shards(self) -> int:
@@ -162,6 +174,7 @@ def estimate_reading_pass(shape: ModelArchitecture, setup: RankSetup, *, num_tok
     """Estimate what a pass without a gradient holds beside the weights, where a rank has a model that does not train
     whole, and all positions of a micro-batch of this many tokens.
     """
+    setup = msgspec.structs.replace(setup, context_parallel=1)
     each, hidden = setup.compute_bytes, shape.hidden_size
     angles = 2 * each * (shape.rope_dim or shape.head_dim)
     layer = max(_list_reading_bytes(shape, setup))
@@ -371,12 +384,12 @@ def _list_mlp_moments(
 
 def _count_working_masks(setup: RankSetup, num_tokens: int) -> float:
     """Count the masks of one layer: one of layers, one of booleans."""
-    return _count_mask_bytes(setup, num_tokens) + num_tokens**2 * setup.has_mask
+    return _count_mask_bytes(setup, num_tokens) + setup.count_mask_pairs(num_tokens)
 
 
 def _count_mask_bytes(setup: RankSetup, num_tokens: int) -> float:
-    """Count a mask of packed rows: one entry for each pair of tokens, in the precision of attention."""
-    return float(setup.compute_bytes * num_tokens**2 * setup.has_mask)
+    """Count a mask of packed rows or of a window: one entry for each pair, in the precision of attention."""
+    return float(setup.compute_bytes * setup.count_mask_pairs(num_tokens))
 
 
 def _count_first_gradient(shape: ModelArchitecture, setup: RankSetup) -> float:

@@ -36,7 +36,7 @@ from hpcrl.config.published_adapters import publishes_adapters
 from hpcrl.config.published_dtype import choose_published_dtype
 from hpcrl.config.recipe import JUDGE_ROLE_PREFIX, EngineConfig, ModelConfig, Recipe, RoleName, WorkerResources
 from hpcrl.hardware import memory_model
-from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict
+from hpcrl.hardware.architecture import ModelArchitecture, find_context_conflict, find_window
 from hpcrl.hardware.gpus import GpuModel
 from hpcrl.hardware.megatron_memory import MegatronSetup
 from hpcrl.hardware.train_memory import (
@@ -202,6 +202,12 @@ def settle_precision(recipe: Recipe, gpu: GpuModel | None) -> Recipe:
     return msgspec.structs.replace(recipe, train=train)
 
 
+def find_longest_row(recipe: Recipe) -> int:
+    """Find the most tokens of a trajectory that the recipe lets into training; 0 where it sets no limit."""
+    longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
+    return longest if recipe.train.max_row_tokens == "auto" else min(longest, recipe.train.max_row_tokens)
+
+
 def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
     """Return the settings that decide what a rank of trainer "torch" holds."""
     train, num_ranks = recipe.train, recipe.resources.train.num_workers
@@ -212,6 +218,8 @@ def make_rank_setup(recipe: Recipe, *, has_recompute: bool) -> RankSetup:
         has_recompute=has_recompute,
         is_packed=train.rows == "packed",
         has_mask=train.rows == "packed" and find_context_conflict(recipe.model.config, size=1) is not None,
+        window=find_window(recipe.model.config),
+        longest_row=find_longest_row(recipe),
         context_parallel=train.degrees.context,
         lora_rank=train.lora_rank,
         is_offloaded=train.offload,

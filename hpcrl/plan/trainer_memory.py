@@ -42,6 +42,7 @@ from hpcrl.plan.demand import (
     advise_on_fixed_models,
     estimate_host_memory,
     estimate_trainer_node,
+    find_longest_row,
     list_fixed_models,
     make_megatron_setup,
     make_rank_setup,
@@ -417,12 +418,6 @@ def _find_usable_bytes(gpu: GpuModel) -> float:
     return gpu.memory_gib * USABLE_SHARE * GIB
 
 
-def find_longest_row(recipe: Recipe) -> int:
-    """Find the most tokens of a trajectory that the recipe lets into training; 0 where it sets no limit."""
-    longest = (recipe.engine.max_model_len if recipe.has_rollouts else None) or 0
-    return longest if recipe.train.max_row_tokens == "auto" else min(longest, recipe.train.max_row_tokens)
-
-
 def _choose_micro_batch(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float) -> int:
     """Return the tokens of the largest micro-batch; where the recipe leaves it open, what fits into this memory.
 
@@ -560,11 +555,7 @@ def _list_advice(
         again = {"train.recompute": "auto"} if enough is not recipe else {}
         found.append(again | shorter)
     models = list_fixed_models(recipe)
-    if any(model.is_whole for model in models):
-        shared = _share_models(recipe)
-        if _compute_need(shared, shape, num_bytes=num_bytes, num_tokens=num_tokens).total <= num_bytes:
-            names = [name for name, node in recipe.train.pipeline.items() if node.data_parallel is not None]
-            found.append(f"remove {' and '.join(f'train.pipeline.{name}.data_parallel' for name in names)}")
+    found += _advise_on_sharing(recipe, shape, num_bytes=num_bytes, num_tokens=num_tokens)
     if models and not is_megatron:
         found.append('train.trainer = "megatron" with train.tensor_parallel, which splits all models')
     return [*found, *advise_on_fixed_models(models)]
@@ -737,11 +728,15 @@ def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
     return replace(recipe, train=replace(recipe.train, **train), resources=resources)
 
 
-def _share_models(recipe: Recipe) -> Recipe:
-    """Return a recipe whose ranks divide the models that they only read as they divide the policy."""
-    replace = msgspec.structs.replace
-    nodes = {name: replace(node, data_parallel=None) for name, node in recipe.train.pipeline.items()}
-    return replace(recipe, train=replace(recipe.train, pipeline=nodes))
+def _advise_on_sharing(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: float, num_tokens: int) -> list[str]:
+    """Return the advice to let ranks divide the models that some have whole, if a rank then has room."""
+    replace, nodes = msgspec.structs.replace, recipe.train.pipeline
+    names = [name for name, node in nodes.items() if node.data_parallel is not None]
+    divided = {name: replace(node, data_parallel=None) for name, node in nodes.items()}
+    changed = replace(recipe, train=replace(recipe.train, pipeline=divided))
+    if not names or _compute_need(changed, shape, num_bytes=num_bytes, num_tokens=num_tokens).total > num_bytes:
+        return []
+    return [f"remove {' and '.join(f'train.pipeline.{name}.data_parallel' for name in names)}"]
 
 
 def _show_settings(settings: dict[str, Any]) -> str:

@@ -17,10 +17,10 @@ from hpcrl.config.site import Site
 from hpcrl.errors import PlanError
 from hpcrl.hardware.architecture import find_parallel_conflict
 from hpcrl.hardware.degrees import DEGREES, ParallelDegrees
+from hpcrl.plan.demand import find_longest_row
 from hpcrl.plan.trainer_checks import find_share_conflict
 from hpcrl.plan.trainer_memory import (
     MAX_TENSOR_RANKS,
-    find_longest_row,
     list_context_sizes,
     list_recipe_divisions,
     may_fit,

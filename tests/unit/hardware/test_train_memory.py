@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcrl.hardware.architecture import ModelArchitecture, guess_architecture, read_architecture
+from hpcrl.hardware.architecture import ModelArchitecture, find_window, guess_architecture, read_architecture
 from hpcrl.hardware.memory_model import GIB
 from hpcrl.hardware.train_memory import (
     RankSetup,
@@ -290,3 +290,47 @@ def test_a_pass_without_a_gradient_holds_what_is_estimated(fields: dict[str, Any
     setup = RankSetup(is_bf16=dtype == "bfloat16")
     found = [estimate_reading_pass(read_architecture(sizes), setup, num_tokens=num) for num in (1 << 22, 1 << 23)]
     assert (found[1].total - found[0].total) / (1 << 22) == pytest.approx((many - few) / 512, rel=0.03)
+
+
+def measure_windowed_passes(fields: dict[str, Any], num_tokens: int) -> int:
+    """Measure the peak of both passes over a padded row, whose layers are computed again."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hpcrl.testing.fake_steps import make_micro_batch
+    from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
+    from hpcrl.trainers.torch_model import recompute_layers
+    from tests.support.live_bytes import LiveBytes
+
+    model = TokenModel(AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=torch.float32).eval())
+    recompute_layers(model)
+    micro = make_micro_batch(num_tokens, is_packed=False, has_mask=True)
+    with LiveBytes() as live:
+        compute_token_logprobs(model, micro, temperature=1.0)[0].sum().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_rows_longer_than_a_sliding_window_have_masks(family: str) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    sizes = {"model_type": family, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 16, "sliding_window": 128}
+    fields, lengths = sizes | heads, (512, 1024, 1536)
+    measured = [measure_windowed_passes(fields, num) for num in lengths]
+    setup = RankSetup(has_recompute=True, window=find_window(fields))
+    found = [estimate_rank_memory(read_architecture(fields), setup, num_tokens=64 * num).activations for num in lengths]
+    bends = [
+        (last - 2 * middle + first) / step**2 for (first, middle, last), step in ((measured, 512), (found, 64 * 512))
+    ]
+    assert bends[1] == pytest.approx(bends[0], rel=0.02)
+
+
+def test_rows_within_a_window_have_no_masks() -> None:
+    shape, tokens = read_architecture(QWEN3_8B), 16384
+    plain, within, beyond = (
+        estimate_rank_memory(shape, msgspec.structs.replace(SHARDED, **more), num_tokens=tokens).activations
+        for more in ({}, {"window": 4096, "longest_row": 4095}, {"window": 4096, "longest_row": 8192})
+    )
+    assert within == plain
+    assert beyond - plain == (1 + 2) * tokens * 8192, "two rows with a mask of layers, and one of booleans, each"
+    assert find_window(QWEN3_8B | {"sliding_window": 4096}) == 0
+    assert find_window(QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": True}) == 4096

@@ -532,3 +532,10 @@ def test_auto_is_fp32_on_gpus_without_bfloat16_and_no_advice_is_to_set_bf16_ther
         message = refuse(*site, "train.sharding=none", DEFAULT_TOKENS, f"train.precision={precision}")
         assert "resources.train.num_workers" in message
         assert "bf16" not in message
+
+
+def test_a_plan_counts_the_masks_of_a_sliding_window() -> None:
+    rows = (*BF16_SHARDS, SIXTEEN, DEFAULT_TOKENS, "engine.max_model_len=16384")
+    window = ("model.config.sliding_window=4096", "model.config.use_sliding_window=true")
+    plain, masked = find_memory(*rows), find_memory(*rows, *window)
+    assert masked.gpu_gib - plain.gpu_gib == pytest.approx(3 * 16384**2 / 2**30, abs=0.02)
