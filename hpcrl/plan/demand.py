@@ -77,6 +77,8 @@ class PartitionChoice:
     gpus_per_worker: int
     """0 where the role runs without GPUs."""
     fallback: str | None
+    skips_small: bool = False
+    """True if a partition that suits the role better has too little memory for its models."""
     nodes_per_engine: int = 1
     """More than 1: workers are the parts of engines over several nodes, one on each node."""
     first_gpu: int = 0

@@ -45,7 +45,7 @@ def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: d
             refusals.append(f"the memory of {label} is too small for its models")
         else:
             fallback = shortfall or (_describe_fallback(demand, label, refusals) if rank else None)
-            return replace(fit, fallback=fallback)
+            return replace(fit, fallback=fallback, skips_small=bool(too_small))
     if too_small:
         raise PlanError(max(too_small, key=itemgetter(0))[1])
     table = name_role_resources(demand.role)

@@ -326,9 +326,15 @@ def _place_with_couriers(recipe: Recipe, site: Site) -> tuple[JobPlacement, Site
 
 
 def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
-    """Place the roles; what the recipe leaves open of the trainer is the first that fits."""
-    refusal, spread = None, None
+    """Place the roles; what the recipe leaves open of the trainer is the first that fits.
+
+    With open degrees of trainer "megatron" that is the first on the partition that suits it best, unless it has more
+    stages than it needs elsewhere, and whose layers are not spread over nodes.
+    """
+    refusal, second, spread = None, None, None
     for train in list_trainer_settings(recipe, site):
+        if second is not None and train.degrees.pipeline > second.recipe.train.degrees.pipeline:
+            continue
         try:
             placement = place_roles(replace(recipe, train=train), site)
         except PlanError as error:
@@ -337,12 +343,15 @@ def _place_with_trainer(recipe: Recipe, site: Site) -> JobPlacement:
             continue
         found = dataclasses.replace(placement, sizes=[*placement.sizes, *explain_choice(recipe, train)])
         if not _spreads_layers(placement, site, num_ranks=train.degrees.tensor):
-            return found
+            if train.trainer == "torch" or not placement.choices["train"].skips_small:
+                return found
+            second = second or found
+            continue
         spread = spread or found
-        if train.degrees.tensor == recipe.train.degrees.tensor:  # as the recipe asks for
+        if second is None and train.degrees.tensor == recipe.train.degrees.tensor:  # as the recipe asks for
             return found
-    if spread is not None:
-        return spread
+    if (best := second or spread) is not None:
+        return best
     assert refusal is not None
     raise refusal
 

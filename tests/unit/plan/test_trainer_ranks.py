@@ -57,8 +57,10 @@ def test_experts_are_divided_before_anything_else_is() -> None:
 
 
 def test_degrees_that_a_recipe_gives_stay_and_the_others_are_chosen() -> None:
-    stages = plan_ranks(64, *LLAMA_70B, "train.pipeline_parallel=8")
-    assert stages.train_degrees == ParallelDegrees(tensor=2, pipeline=8)
+    for memory_gb, tensor in ((40, 4), (80, 2)):
+        site = f"site.partitions.gpu.gpu=a100-{memory_gb}"
+        stages = plan_ranks(64, *LLAMA_70B, "train.pipeline_parallel=8", site)
+        assert stages.train_degrees == ParallelDegrees(tensor=tensor, pipeline=8)
     assert plan_ranks(64, *EXPERTS, "train.tensor_parallel=2").train_degrees == ParallelDegrees(tensor=2, expert=4)
 
 
@@ -134,3 +136,15 @@ def test_experts_of_the_initial_model_are_divided_as_those_of_the_policy_are() -
     assert with_kl.train_memory is not None
     assert with_kl.train_degrees == plain.train_degrees
     assert with_kl.train_memory.others_gib == pytest.approx(plain.train_memory.weights_gib, rel=0.01)
+
+
+def test_the_partition_that_suits_the_trainer_best_is_tried_with_all_degrees_first() -> None:
+    settings = ("train.trainer=megatron", "engine.max_model_len=32768")
+    plan = plan_recipe(*settings, recipe="qwen3-8b-math", site="perlmutter")
+    assert plan.components[plan.role("train").component].partition == "gpu"
+    assert plan.train_degrees.tensor == 4
+    assert not [line for line in plan.fallbacks if line.startswith("train")]
+    fixed = [f"train.{name}_parallel=1" for name in ("pipeline", "context")]
+    given = plan_recipe(*settings, "train.tensor_parallel=2", *fixed, recipe="qwen3-8b-math", site="perlmutter")
+    assert given.components[given.role("train").component].partition == "gpu-hbm80g"
+    assert [line for line in given.fallbacks if line.startswith("train wanted compute, got gpu-hbm80g")]
