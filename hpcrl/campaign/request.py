@@ -72,7 +72,7 @@ def load_request(recipe: str, *, site: str, settings: tuple[str, ...] = ()) -> C
     try:
         plan = make_plan(loaded_recipe, loaded_site)
     except PlanError as error:
-        raise PlanError(f"{error}{advise_repair(loaded_recipe, loaded_site)}") from None
+        raise PlanError(f"{error}{advise_repair(loaded_recipe, loaded_site, refusal=str(error))}") from None
     return CampaignRequest(recipe=loaded_recipe, site=loaded_site, plan=plan, source=source)
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from math import ceil
 from operator import itemgetter
 
+import msgspec
+
 from hpcrl.config.recipe import Affinity, Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site, SitePartition
 from hpcrl.errors import PlanError
@@ -25,6 +27,7 @@ from hpcrl.plan.demand import (
 )
 from hpcrl.plan.engine_memory import find_gpu_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
+from hpcrl.plan.trainer_checks import find_share_conflict
 from hpcrl.plan.trainer_memory import explain_trainer_refusal
 
 
@@ -238,6 +241,23 @@ def _explain_kv_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice,
     )
 
 
+def _advise_more_nodes(recipe: Recipe, choice: PartitionChoice, site: Site) -> str:
+    """Advise the fewest full nodes of the trainer that have the memory for their part of it."""
+    partition, per_node, change = site.partitions[choice.partition], choice.workers_per_node, ""
+    if recipe.train.sharding != "full" and recipe.train.trainer == "torch":
+        change = 'train.sharding = "full" and '
+        recipe = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, sharding="full"))
+    for num_nodes in range(choice.nodes + 1, partition.max_nodes + 1):
+        workers = msgspec.structs.replace(recipe.resources.train, num_workers=num_nodes * per_node)
+        more = msgspec.structs.replace(recipe, resources=msgspec.structs.replace(recipe.resources, train=workers))
+        if workers.num_workers % more.train.degrees.num_divided or find_share_conflict(more) is not None:
+            continue
+        _, needs_gib = compute_node_needs("train", more, workers_per_node=per_node, has_couriers=site.mpi.couriers)
+        if needs_gib <= partition.mem_gib_per_node:
+            return f"set {change}resources.train.num_workers = {workers.num_workers}"
+    return "choose a partition whose nodes have more memory"
+
+
 def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice, site: Site) -> str | None:
     """Return why the workers of a role need more memory than a node has; None if they do not."""
     _, needs_gib = compute_node_needs(
@@ -258,10 +278,8 @@ def _explain_node_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoic
         return f"{needs}, {window_gib:.0f} of them shared memory for two versions of the weights, and {has}: {advice}"
     if held.total < node_gib * memory_model.GIB:
         advice = f"lower {table}.mem_gib_per_worker"
-    elif recipe.train.sharding == "full" or recipe.train.trainer == "megatron":
-        advice = f"raise {table}.num_workers"
     else:
-        advice = f'set train.sharding = "full" and raise {table}.num_workers'
+        advice = _advise_more_nodes(recipe, choice, site)
     experts = f", {held.experts / memory_model.GIB:.0f} for experts to replay" * (held.experts > 0)
     return (
         f"{needs}, {held.window / memory_model.GIB:.0f} of them shared memory for two versions of the weights and "

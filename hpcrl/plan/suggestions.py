@@ -310,10 +310,13 @@ def _refuse_misfit(recipe: Recipe, site: Site, *, reason: str) -> None:
         )
 
 
-def advise_repair(recipe: Recipe, site: Site) -> str:
-    """Return the setting with which a refused recipe fits: the most ranks that do, else adapters; or ""."""
+def advise_repair(recipe: Recipe, site: Site, *, refusal: str) -> str:
+    """Return the setting with which a refused recipe fits: the most ranks that do, else adapters; or "".
+
+    Adapters are the last resort: where the refusal names a setting, they are not tried.
+    """
     fewer = ({NUM_RANKS: number} for number in _list_fewer_ranks(recipe, site))
-    for changes in [*fewer, *_list_adapters(recipe)]:
+    for changes in [*fewer, *([] if ": set " in refusal else _list_adapters(recipe))]:
         with contextlib.suppress(PlanError):
             (setting,) = _plan_changed(recipe, site, changes).suggestion.settings
             return f". It fits with -s {setting}"

@@ -242,6 +242,13 @@ def test_adapters_are_the_last_resort_where_a_site_has_too_few_gpus_for_the_whol
     assert load_request("qwen3-8b-math", site=site, settings=(asked, *found[0].settings))
 
 
+def test_a_refusal_that_names_a_setting_does_not_advise_adapters(home: Path) -> None:
+    with pytest.raises(PlanError) as caught:
+        load_request("qwen3-8b-math", site="perlmutter", settings=("site.account=x", f"{suggestions.NUM_RANKS}=1"))
+    assert ": set resources.train.num_workers = " in str(caught.value)
+    assert "lora_rank" not in str(caught.value)
+
+
 def test_a_recipe_for_which_nothing_fits_is_refused_with_what_a_smaller_trainer_lacks() -> None:
     asked = ("train.context_parallel=1", "train.tokens_per_micro_batch=200000", "train.compile=true")
     recipe, place = make_recipe(*asked, name="qwen3-32b"), make_site("workstation")
@@ -270,7 +277,7 @@ def test_a_refusal_costs_few_tries(num_ranks: int, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(suggestions, "make_plan", refuse)
     recipe, site = make_recipe(f"resources.train.num_workers={num_ranks}", name="qwen3-8b-math"), make_site("snellius")
-    assert suggestions.advise_repair(recipe, site) == ""
+    assert suggestions.advise_repair(recipe, site, refusal="") == ""
     assert len(set(tried)) == len(tried) <= 6
     tried.clear()
     with pytest.raises(PlanError):

@@ -410,9 +410,11 @@ def test_engine_nodes_that_cannot_hold_two_versions_read_files() -> None:
 
 
 def test_a_node_that_cannot_hold_the_snapshot_is_refused() -> None:
-    message = refuse("train.precision=bf16", "train.sharding=full", "resources.train.num_workers=4", *MEMORY_120)
+    settings = (*BF16_SHARDS, *MEMORY_120)
+    message = refuse(*settings, "resources.train.num_workers=4")
     assert "92 for the snapshot of a checkpoint" in message
-    assert "raise resources.train.num_workers" in message
+    assert message.endswith(": set resources.train.num_workers = 8")
+    assert find_memory(*settings, "resources.train.num_workers=8").node_free_gib > 0
 
 
 MEMORY_120 = (
