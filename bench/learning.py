@@ -39,11 +39,10 @@ from hpcrl.learn.token_head import HeadForm, compute_from_hidden
 from hpcrl.models.tiny import make_tiny_model
 from hpcrl.spool.record import Trajectory
 from hpcrl.testing.fake_steps import make_micro_batch, measure_micro_batch
-from hpcrl.testing.learning import make_rows
+from hpcrl.testing.learning import load_causal, make_rows
 from hpcrl.testing.ranks import run_ranks
 from hpcrl.trainers import checkpoint
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal
 from hpcrl.trainers.world import World
 
 NUM_RANKS = 8

@@ -1,6 +1,7 @@
-"""The input of a training step, and checkpoints, in one call each.
+"""The input of a training step, models, and checkpoints, in one call each.
 
 make_rows        trajectories -> shifted rows, one for each conversation, cut after the last model token
+load_causal      load a language model, whole
 save_checkpoint  save the state of a trainer as it is now
 load_checkpoint  restore it
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpcrl.campaign_dir.checkpoints import CheckpointManifest
 from hpcrl.learn.batch import CreditPlacer, TrainingRow, divide_credits, make_chosen_rows, spread_credit
@@ -17,6 +19,7 @@ from hpcrl.learn.consumed import ConsumedTrajectories
 from hpcrl.spool.record import Trajectory
 from hpcrl.trainers.base import Trainer
 from hpcrl.trainers.checkpoint import PendingCheckpoint, commit_checkpoint, read_checkpoint
+from hpcrl.trainers.model_files import open_causal
 
 
 def make_rows(
@@ -39,6 +42,13 @@ def make_rows(
         rows += make_chosen_rows(trajectory, chosen, place_credit=place_credit or spread_credit)
     fitting = [row for row in rows if len(row) <= max_length]
     return [row for row in fitting if len(row)], len(rows) - len(fitting)
+
+
+def load_causal(model_dir: Path) -> Any:
+    """Load the language model in a directory, whole and in float32, on the CPU."""
+    source = open_causal(model_dir)
+    source.fill(source.module, torch.device("cpu"))
+    return source.module
 
 
 def save_checkpoint(

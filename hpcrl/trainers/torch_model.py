@@ -4,8 +4,7 @@
     compile_layers             compile layers
     recompute_layers           keep only the inputs of layers for the gradient
     cast_experts               let autocast have its effect on experts
-    load_causal                load a language model, whole
-    load_fixed                 load one that does not train, sharded as the policy is
+    load_fixed                 load a language model that does not train, sharded as the policy is
     choose_frozen_dtype        the dtype of weights that do not train
 
 On many ranks a network is replicated (DDP) or sharded (FSDP2), as `train.sharding` selects; both average gradients,
@@ -369,13 +368,6 @@ def _list_layers(called: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers, as transformers names them for each family."""
     names = {name for submodule in called.modules() for name in getattr(submodule, "_no_split_modules", None) or ()}
     return [submodule for submodule in called.modules() if type(submodule).__name__ in names]
-
-
-def load_causal(model_dir: Path) -> Any:
-    """Load the language model in a directory, whole and in float32, on the CPU."""
-    source = open_causal(model_dir)
-    source.fill(source.module, torch.device("cpu"))
-    return source.module
 
 
 def load_fixed(

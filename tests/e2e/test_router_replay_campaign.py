@@ -12,8 +12,8 @@ from hpcrl.learn.batch import make_chosen_rows, make_micro_batches, spread_credi
 from hpcrl.models.expert_routers import find_routers
 from hpcrl.spool.record import Trajectory
 from hpcrl.spool.routed_experts import find_known_tokens
+from hpcrl.testing.learning import load_causal
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 from tests.support.campaigns import events_of, hpcrl, outcome, processes_of, steps, until
 from tests.support.families import make_close_model, perturb_routers

@@ -9,7 +9,7 @@ import torch
 from hpcrl.campaign_dir.paths import CampaignDir
 from hpcrl.config.recipe import TinyModel
 from hpcrl.models.tiny import make_tiny_model
-from hpcrl.trainers.torch_model import load_causal
+from hpcrl.testing.learning import load_causal
 from hpcrl.traj.history import TrajectoryHistory, TrajectorySelection
 from tests.support.campaigns import events_of, hpcrl, outcome, processes_of, until
 

@@ -21,14 +21,13 @@ from hpcrl.models.model_config import read_model_config
 from hpcrl.rollout.agents.episode_record import build_record
 from hpcrl.spool.routed_experts import NO_EXPERT_BYTE
 from hpcrl.testing import ranks
-from hpcrl.testing.learning import load_checkpoint, save_checkpoint
+from hpcrl.testing.learning import load_causal, load_checkpoint, save_checkpoint
 from hpcrl.trainers.base import StepAbandonedError
 from hpcrl.trainers.checkpoint import find_newest
 from hpcrl.trainers.leader import RankLeader, follow_orders
 from hpcrl.trainers.publishing import make_published_layout, open_shard_store
 from hpcrl.trainers.spread_model import SpreadModel
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal
 from hpcrl.weights.stores.file_store import FileStore
 from hpcrl.weights.stores.publisher import WeightPublisher
 from hpcrl.weights.versions import Transport, WeightVersion, read_transport

@@ -331,7 +331,7 @@ OWNERS = {
     "h5py": {"spool/hdf5.py"},
     "hdf5plugin": {"spool/hdf5.py"},
     "submitit": {"slurm/submit.py"},
-    "huggingface_hub": {"staging/hub_files.py", "trainers/model_files.py"},
+    "huggingface_hub": {"staging/hub_files.py", "trainers/export.py", "trainers/model_files.py"},
     "pyarrow": {"envs/task_set.py", "traj/parquet.py"},
     "mlflow": {"job/metric_sinks.py"},
     "tensorboard": {"job/metric_sinks.py"},

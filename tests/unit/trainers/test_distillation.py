@@ -15,8 +15,8 @@ from hpcrl.models.tiny import make_tiny_model
 from hpcrl.rollout.judges.proxy import JudgeProxy
 from hpcrl.rollout.teacher_scores import score_tokens
 from hpcrl.spool.record import EpisodeTurn
+from hpcrl.testing.learning import load_causal
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal
 from tests.support.served_judges import judge_host
 from tests.support.trajectories import make_trajectory
 

@@ -5,11 +5,12 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from hpcrl.errors import TrainError
+from hpcrl.testing.learning import load_causal
 from hpcrl.trainers.expert_balance import ExpertBalance
 from hpcrl.trainers.model_files import open_causal
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal, recompute_layers
+from hpcrl.trainers.torch_model import recompute_layers
 from tests.support.families import make_family_model
 from tests.support.learners import batch, make_model, settings
 from tests.unit.trainers.test_token_model import make_micro

@@ -15,11 +15,12 @@ from hpcrl.learn.batch import make_chosen_rows, make_micro_batches, make_packed_
 from hpcrl.models.expert_routers import find_routers
 from hpcrl.spool.record import EpisodeTurn
 from hpcrl.spool.routed_experts import join_experts, place_span
+from hpcrl.testing.learning import load_causal
 from hpcrl.testing.memory import MemoryStore
 from hpcrl.trainers.expert_replay import ExpertReplay, check_choices
 from hpcrl.trainers.token_model import TokenModel, compute_token_logprobs
 from hpcrl.trainers.torch import TorchTrainer
-from hpcrl.trainers.torch_model import load_causal, recompute_layers
+from hpcrl.trainers.torch_model import recompute_layers
 from tests.support.families import EXPERT_FAMILIES, make_close_model, make_family_model, perturb_routers
 from tests.support.learners import batch, make_model, partly_replayed_batch, replayed_batch, settings
 from tests.support.trajectories import make_trajectory
