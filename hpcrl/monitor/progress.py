@@ -398,9 +398,9 @@ class CampaignProgress:
     """The rows that were too long for the trainer, by step."""
     checkpoint_times: list[float] = field(default_factory=list)
     recent_staleness: deque[StepStaleness] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
+    """The episodes that ended after each of the last steps, the newest last."""
     resumed_step: int = -1
     """The step after which training was resumed last; what lost steps generated becomes too old then."""
-    """The episodes that ended after each of the last steps, the newest last."""
     flat_dropped: deque[tuple[int, FlatGroupsDropped]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_LISTED))
     """The step after which flat groups were dropped, and the event about them."""
     worker_failures: Counter[tuple[int, str]] = field(default_factory=Counter)

@@ -775,9 +775,8 @@ def check_kv(engine: EngineConfig, config: Mapping[str, Any], *, prefix: str) ->
     fields = select_fields(config)
     if engine.backend != "embedded" or not fields.get("kv_lora_rank"):
         return
-    key, value = (
-        sum(fields.get(f"{name}_head_dim", 0) for name in names) for names in (("qk_nope", "qk_rope"), ("v",))
-    )
+    key = fields.get("qk_nope_head_dim", 0) + fields.get("qk_rope_head_dim", 0)
+    value = fields.get("v_head_dim", 0)
     if key != value:
         raise PlanError(
             f'{prefix}engine.backend = "embedded" keeps keys and values of one size, and those of the model, whose '

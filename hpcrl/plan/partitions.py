@@ -9,8 +9,7 @@ explain_memory_refusal   whether a role's models fit there
 from dataclasses import replace
 from math import ceil
 from operator import itemgetter
-
-import msgspec
+from typing import Any
 
 from hpcrl.config.recipe import Affinity, Recipe, RoleName, name_role_resources
 from hpcrl.config.site import Site, SitePartition
@@ -28,7 +27,7 @@ from hpcrl.plan.demand import (
 from hpcrl.plan.engine_memory import find_gpu_memory
 from hpcrl.plan.engine_nodes import ENGINE_ROLES
 from hpcrl.plan.trainer_checks import find_share_conflict
-from hpcrl.plan.trainer_memory import explain_trainer_refusal
+from hpcrl.plan.trainer_memory import change_recipe, explain_trainer_refusal, show_settings
 
 
 def choose_partition(demand: RoleDemand, recipe: Recipe, site: Site, *, taken: dict[str, int]) -> PartitionChoice:
@@ -243,18 +242,17 @@ def _explain_kv_refusal(role: RoleName, recipe: Recipe, choice: PartitionChoice,
 
 def _advise_more_nodes(recipe: Recipe, choice: PartitionChoice, site: Site) -> str:
     """Advise the fewest full nodes of the trainer that have the memory for their part of it."""
-    partition, per_node, change = site.partitions[choice.partition], choice.workers_per_node, ""
-    if recipe.train.sharding != "full" and recipe.train.trainer == "torch":
-        change = 'train.sharding = "full" and '
-        recipe = msgspec.structs.replace(recipe, train=msgspec.structs.replace(recipe.train, sharding="full"))
+    partition, per_node = site.partitions[choice.partition], choice.workers_per_node
+    is_whole = recipe.train.sharding != "full" and recipe.train.trainer == "torch"
+    given: dict[str, Any] = {"train.sharding": "full"} if is_whole else {}
     for num_nodes in range(choice.nodes + 1, partition.max_nodes + 1):
-        workers = msgspec.structs.replace(recipe.resources.train, num_workers=num_nodes * per_node)
-        more = msgspec.structs.replace(recipe, resources=msgspec.structs.replace(recipe.resources, train=workers))
-        if workers.num_workers % more.train.degrees.num_divided or find_share_conflict(more) is not None:
+        settings = given | {"resources.train.num_workers": num_nodes * per_node}
+        more = change_recipe(recipe, settings)
+        if num_nodes * per_node % more.train.degrees.num_divided or find_share_conflict(more) is not None:
             continue
         _, needs_gib = compute_node_needs("train", more, workers_per_node=per_node, has_couriers=site.mpi.couriers)
         if needs_gib <= partition.mem_gib_per_node:
-            return f"set {change}resources.train.num_workers = {workers.num_workers}"
+            return show_settings(settings)
     return "choose a partition whose nodes have more memory"
 
 

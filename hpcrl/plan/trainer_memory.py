@@ -7,6 +7,7 @@ warn_long_trajectories   whether a trajectory as long as the model reads would f
 find_micro_batch         the tokens of a micro-batch that the trainer reads
 describe_micro_batch     why it has that number
 advise_on_shortage       what to change after memory ran out
+change_recipe, show_settings    a recipe with other settings of the trainer, and these as advice
 TrainerMemory            the result of the first
 
 The largest micro-batch has train.tokens_per_micro_batch tokens, or engine.max_model_len where that is larger: a
@@ -15,7 +16,7 @@ With train.tokens_per_micro_batch = "auto" what is left of a GPU is used for tok
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -228,28 +229,27 @@ def explain_trainer_refusal(
         f"activations and logits of {num_tokens} tokens": need.memory.activations + need.memory.logits,
     }
     partition = site.partitions[choice.partition]
-    num_gpus, num_nodes = partition.gpus_per_node, partition.max_nodes - num_taken
-    listed = _list_advice(recipe, shape, gpu=gpu, num_tokens=num_tokens, gpus_per_node=num_gpus)
-    advice = [_show_change(change) for change in listed if _count_ranks(change) <= num_nodes * num_gpus]
+    most_ranks = (partition.max_nodes - num_taken) * partition.gpus_per_node
+    listed = _list_advice(recipe, shape, gpu=gpu, num_tokens=num_tokens, gpus_per_node=partition.gpus_per_node)
+    advice = _show_possible(listed, most_ranks=most_ranks)
     is_torch = recipe.train.trainer == "torch"
     if is_torch and not recipe.train.offload and recipe.resources.train.num_workers > 1:
         settings = ({"train.sharding": "full"} if recipe.train.sharding == "none" else {}) | {"train.offload": True}
-        changed = _change_recipe(recipe, settings)
+        changed = change_recipe(recipe, settings)
         node = estimate_trainer_node(changed, num_ranks=choice.workers_per_node)
         fits = _compute_need(changed, shape, num_bytes=usable, num_tokens=num_tokens).total <= usable
-        if fits and node is not None and node.total <= site.partitions[choice.partition].mem_gib_per_node * GIB:
-            advice.append(_show_settings(settings))
+        if fits and node is not None and node.total <= partition.mem_gib_per_node * GIB:
+            advice.append(show_settings(settings))
     if not advice and is_torch:
-        listed += _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=num_gpus)
-        advice = [_show_change(change) for change in listed if _count_ranks(change) <= num_nodes * num_gpus]
+        listed += _advise_on_megatron(recipe, shape, num_bytes=usable, gpus_per_node=partition.gpus_per_node)
+        advice = _show_possible(listed, most_ranks=most_ranks)
     if not advice:
         advice = ["choose a site whose GPUs have more memory, or a smaller model"]
         if listed:
             num_ranks = min(map(_count_ranks, listed))
             advice = [
                 f"it needs resources.train.num_workers = {num_ranks} at least, and {choice.partition} has "
-                f"{num_nodes * num_gpus} GPUs{' beside other roles' * (num_taken > 0)}: choose another site, or a "
-                "smaller model"
+                f"{most_ranks} GPUs{' beside other roles' * (num_taken > 0)}: choose another site, or a smaller model"
             ]
     return (
         f"a train worker needs {need.total / GIB:.0f} GiB ({_show_parts(parts)}) and has {usable / GIB:.0f} GiB on a "
@@ -317,9 +317,9 @@ def _advise_on_length(memory: TrainerMemory, recipe: Recipe, *, longest: int) ->
     if shape is None:
         return ""
     for settings in _list_context_changes(recipe):
-        room = _find_room(_change_recipe(recipe, settings), shape, num_bytes=memory.usable_gib * GIB)
+        room = _find_room(change_recipe(recipe, settings), shape, num_bytes=memory.usable_gib * GIB)
         if room >= longest:
-            return f", or {_show_settings(settings)}"
+            return f", or {show_settings(settings)}"
     return ""
 
 
@@ -536,14 +536,14 @@ def _list_advice(
         kinds = [_list_megatron_changes(recipe, gpus_per_node=gpus_per_node)]
     for changes in kinds:
         for settings in changes:
-            tried = _list_choices(_change_recipe(recipe, settings))
+            tried = _list_choices(change_recipe(recipe, settings))
             needs = (_compute_need(each, shape, num_bytes=num_bytes, num_tokens=num_tokens) for each in tried)
             if any(need.total <= num_bytes for need in needs):
                 found.append(settings)
                 break
     enough = recipe
     if recipe.train.recompute is False:
-        enough = _change_recipe(recipe, {"train.recompute": "auto"})
+        enough = change_recipe(recipe, {"train.recompute": "auto"})
     room = _round_tokens(_find_room(enough, shape, num_bytes=num_bytes))
     if 0 < room < num_tokens:
         limits = {}
@@ -566,15 +566,17 @@ def _count_ranks(change: Mapping[str, Any] | str) -> int:
     return 0 if isinstance(change, str) else int(change.get("resources.train.num_workers", 0))
 
 
-def _show_change(change: dict[str, Any] | str) -> str:
-    return change if isinstance(change, str) else _show_settings(change)
+def _show_possible(changes: Sequence[dict[str, Any] | str], *, most_ranks: int) -> list[str]:
+    """Show the changes with no more ranks than there are GPUs for."""
+    possible = (change for change in changes if _count_ranks(change) <= most_ranks)
+    return [change if isinstance(change, str) else show_settings(change) for change in possible]
 
 
 def _list_choices(recipe: Recipe) -> Iterator[Recipe]:
     """Yield a recipe whole, and with the sizes of groups that the plan may choose for its ranks."""
     yield recipe
     if recipe.train.trainer == "torch":
-        yield from (_change_recipe(recipe, {"train.context_parallel": size}) for size in list_context_sizes(recipe))
+        yield from (change_recipe(recipe, {"train.context_parallel": size}) for size in list_context_sizes(recipe))
 
 
 def list_context_sizes(recipe: Recipe) -> list[int]:
@@ -643,12 +645,12 @@ def _advise_on_megatron(
     given: dict[str, Any] = {"train.trainer": "megatron"}
     if recipe.train.sharding == "full":  # which it refuses
         given["train.sharding"] = "auto"
-    changed = _change_recipe(recipe, {"train.sharding": recipe.train.sharding} | given)
+    changed = change_recipe(recipe, {"train.sharding": recipe.train.sharding} | given)
     if shape.family not in MEGATRON_FAMILIES or find_megatron_conflict(changed.train) is not None:
         return []
     open_degrees = {f"train.{name}_parallel" for name in DEGREES if getattr(recipe.train, f"{name}_parallel") == "auto"}
     for settings in ({}, *_list_megatron_changes(changed, gpus_per_node=gpus_per_node)):
-        tried = _change_recipe(changed, {"train.sharding": changed.train.sharding} | settings)
+        tried = change_recipe(changed, {"train.sharding": changed.train.sharding} | settings)
         if find_share_conflict(tried) is None and _has_room(tried, shape, num_bytes=num_bytes):
             shown = {name: value for name, value in settings.items() if name not in open_degrees}
             return [given | shown]
@@ -718,7 +720,8 @@ def _list_context_changes(recipe: Recipe) -> Iterator[dict[str, Any]]:
             yield others | {"train.context_parallel": size}
 
 
-def _change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+def change_recipe(recipe: Recipe, settings: dict[str, Any]) -> Recipe:
+    """Return the recipe with other settings of the trainer, sharded where it leaves that open."""
     replace = msgspec.structs.replace
     train = {name.removeprefix("train."): value for name, value in settings.items() if name.startswith("train.")}
     num_ranks = settings.get("resources.train.num_workers", recipe.resources.train.num_workers)
@@ -739,7 +742,8 @@ def _advise_on_sharing(recipe: Recipe, shape: ModelArchitecture, *, num_bytes: f
     return [f"remove {' and '.join(f'train.pipeline.{name}.data_parallel' for name in names)}"]
 
 
-def _show_settings(settings: dict[str, Any]) -> str:
+def show_settings(settings: dict[str, Any]) -> str:
+    """Show settings as advice."""
     shown = (
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {str(value).lower()}"
         for name, value in settings.items()
